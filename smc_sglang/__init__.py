@@ -1,0 +1,1 @@
+"""SMC speculative decoding for unmodified SGLang."""
