@@ -85,6 +85,10 @@ class SmcConfig(BaseModel):
         os.environ[_ENV] = self.model_dump_json()
 
     @staticmethod
+    def is_exported() -> bool:
+        return _ENV in os.environ
+
+    @staticmethod
     def current() -> SmcConfig:
         """The configuration of this server (defaults where none was exported)."""
         return SmcConfig.model_validate_json(os.environ.get(_ENV, "{}"))
@@ -101,6 +105,7 @@ class SmcParams(BaseModel):
     resample_threshold: float
     resampling: Resampling
     power: float
+    grammar_semantics: GrammarSemantics
     max_stream_lag: int | None
     return_particles: bool
 
@@ -127,6 +132,7 @@ class SmcParams(BaseModel):
             resample_threshold=float(_first(request.resample_threshold, config.resample_threshold)),
             resampling=_first(request.resampling, config.resampling),
             power=float(_first(request.power, config.power)),
+            grammar_semantics=_first(request.grammar_semantics, "local"),
             max_stream_lag=request.max_stream_lag,
             return_particles=bool(request.return_particles),
         )

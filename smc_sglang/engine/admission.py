@@ -1,0 +1,92 @@
+"""The one place that refuses a request: whatever would be ignored or changed is answered with a 4xx instead.
+
+Runs where SGLang validates requests (the tokenizer manager), so HTTP, the offline engine and plain SGLang servers
+share it. A request that passes can still be too large for the server's KV pool: the coordinator says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
+
+from smc_sglang.config import SmcConfig, SmcParams
+
+if TYPE_CHECKING:
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+_NEUTRAL = {
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "logit_bias": None,
+    "beam_width": None,
+    "watermark": None,
+}
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+_REQUEST_FLAGS = {
+    "return_logprob": "logprobs",
+    "return_hidden_states": "return_hidden_states",
+    "return_routed_experts": "return_routed_experts",
+    "return_sampling_mask": "return_sampling_mask",
+    "lora_path": "lora_path",
+    "custom_logit_processor": "custom_logit_processor",
+    "input_embeds": "input_embeds",
+    "positional_embed_overrides": "positional_embed_overrides",
+    "session_params": "session_params",
+    "image_data": "image_data",
+    "video_data": "video_data",
+    "audio_data": "audio_data",
+}
+
+
+def check(request: Any, sampling: SamplingParams) -> None:
+    """Refuse what this version does not honour.
+
+    Args:
+        request: SGLang's `GenerateReqInput` (one request).
+        sampling: its sampling parameters, normalised.
+    Raises:
+        ValueError: one sentence that names the field and what to do.
+    """
+    params = SmcParams.resolve((sampling.custom_params or {}).get("smc"), SmcConfig.current())
+    for problem in (*_smc_problems(params, sampling), *_sampling_problems(sampling), *_request_problems(request)):
+        raise ValueError(problem)
+
+
+def _smc_problems(params: SmcParams, sampling: SamplingParams) -> Iterator[str]:
+    greedy = sampling.top_k == 1
+    if params.mode == "exact" and not greedy:
+        yield "smc.mode 'exact' is not supported yet above temperature 0: use 'smc' or 'off'"
+    if params.power != 1.0 and (params.mode != "smc" or greedy):
+        yield f"smc.power={params.power:g} needs mode 'smc' and a temperature above 0"
+    if params.max_stream_lag is not None:
+        yield "smc.max_stream_lag is not supported yet: leave it out (streams send what all particles agree on)"
+    if params.grammar_semantics == "global":
+        yield "smc.grammar_semantics 'global' is not supported yet: leave it out"
+
+
+def _sampling_problems(sampling: SamplingParams) -> Iterator[str]:
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(sampling, name)
+        if value != neutral and value:
+            yield f"{name}={value!r} is not supported yet: leave it out (neutral value: {neutral!r})"
+        elif value != neutral and neutral:  # 0 where the neutral value is not 0
+            yield f"{name}={value!r} is not supported yet: leave it out (neutral value: {neutral!r})"
+    if sampling.top_k not in (1, TOP_K_ALL):
+        yield f"top_k={sampling.top_k} is not supported yet: use -1 (all tokens) or 1 (greedy)"
+    if sampling.n > 1:
+        yield f"n={sampling.n} is not supported yet: send {sampling.n} requests"
+    for name in _GRAMMARS:
+        if getattr(sampling, name):
+            yield f"{name} (structured output) is not supported yet: leave it out"
+
+
+def _request_problems(request: Any) -> Iterator[str]:
+    for attribute, name in _REQUEST_FLAGS.items():
+        if getattr(request, attribute, None):
+            yield f"{name} is not supported yet: leave it out"

@@ -1,0 +1,347 @@
+"""The commit half of a cycle, and the only place that decides over a group's life.
+
+After every scheduler step: a parent whose prefill is complete forks into particles; particles take over their
+ancestors' state; groups whose particles have all finished draw their answer; what a group agrees on is streamed.
+How KV moves is :class:`radix_patch.ParticleTree`'s; what the weights are is :mod:`smc_sglang.smc`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from array import array
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
+from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from radix_patch import ParticleTree
+from radix_patch.accounting import kv_saved
+from smc_sglang.config import SmcConfig, SmcParams
+from smc_sglang.engine.decision import Verdict, decide
+from smc_sglang.engine.group import Particle, ParticleGroup, Solo, role
+from smc_sglang.engine.scoring import PendingInput
+from smc_sglang.engine.worker import CycleResult, PrefillResult
+from smc_sglang.smc import step
+from smc_sglang.smc.resampling import arrange
+from smc_sglang.smc.rng import Stream, uniforms
+from smc_sglang.smc.weights import Weights
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """Groups of one scheduler, from admission to answer."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._config = SmcConfig.current()
+        self._tree = ParticleTree(
+            scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+        )
+        self._n_enlisted = 0
+
+    # -- admission ---------------------------------------------------------------------------------------
+
+    def enlist(self, req: Req) -> None:
+        """Give a new request its role, or finish it with the reason why it can never run here."""
+        if req.to_finish is not None or req.finished():
+            return
+        custom = req.sampling_params.custom_params or {}
+        params = SmcParams.resolve(custom.get("smc"), self._config)
+        seed = self._seed(req)
+        if req.sampling_params.top_k == 1 and params.mode != "off":
+            req.smc = Solo(params, seed, draft_length=params.draft_length)
+        elif params.mode == "off":
+            req.smc = Solo(params, seed, draft_length=0)
+        else:
+            group = ParticleGroup(self, req, params, seed)
+            problem = self._never_fits(group)
+            if problem is not None:
+                req.set_finish_with_abort(problem)
+                return
+            req.smc = group
+            group.queue(get_alloc_reserve_per_decode())
+
+    def _seed(self, req: Req) -> int:
+        """The client's seed, or one that all tensor-parallel ranks derive alike."""
+        self._n_enlisted += 1
+        if req.sampling_params.sampling_seed is not None:
+            return int(req.sampling_params.sampling_seed)
+        text = f"{req.rid}/{self._n_enlisted}/{self._scheduler.server_args.random_seed}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+    def _never_fits(self, group: ParticleGroup) -> str | None:
+        """Why `group` could not run even alone on this server; None if it could."""
+        n, req = group.params.n_particles, group.parent
+        if n > self._tree.n_rows:
+            return f"smc.n_particles={n} is above the server's {self._tree.n_rows} rows (--max-running-requests)"
+        new_tokens = req.sampling_params.max_new_tokens
+        need = len(req.origin_input_ids) + n * (new_tokens + get_alloc_reserve_per_decode())
+        limit = self._scheduler.max_total_num_tokens
+        if need > limit:
+            return (
+                f"The request may need {need} KV slots ({len(req.origin_input_ids)} prompt tokens and {n} particles "
+                f"of up to {new_tokens} new tokens) but the server has {limit}: lower max_tokens or smc.n_particles"
+            )
+        return None
+
+    def rows_promised(self, running: Iterable[Req]) -> int:
+        """Rows that no request holds but that finished particles get back when a resampling revives them."""
+        return sum(len(group.particles) - len(group.live) for group in _groups(running))
+
+    @property
+    def n_free_rows(self) -> int:
+        return self._tree.n_free_rows
+
+    # -- after a step --------------------------------------------------------------------------------------
+
+    def commit(self, batch: ScheduleBatch, result: Any) -> None:
+        """Commit one scheduler step, after SGLang has appended its tokens and checked every row's finish."""
+        if isinstance(result, PrefillResult):
+            self._commit_prefill(batch, result)
+        elif isinstance(result, CycleResult):
+            self._commit_cycle(batch, result)
+
+    def _commit_prefill(self, batch: ScheduleBatch, result: PrefillResult) -> None:
+        assert result.first_tokens is not None
+        assert result.first_log_weights is not None
+        forked: list[Req] = []
+        newborn: list[Req] = []
+        for req, tokens, log_weight in zip(
+            batch.reqs, result.first_tokens, result.first_log_weights, strict=True
+        ):
+            own = role(req)
+            if isinstance(own, Solo) and own.draft_length == 0:
+                # Only the target runs on what comes now: it must not be offered to requests that draft.
+                req.skip_radix_cache_insert = True
+            if not isinstance(own, ParticleGroup) or req.finished() or not own.prefill_is_complete:
+                continue
+            forked.append(req)
+            self._fork(own, tokens, log_weight.expand(len(tokens)).clone())
+            newborn += [particle.req for particle in own.live]
+            self._speak_or_finish(own)
+        if forked:
+            batch.filter_batch(reqs_to_exclude=forked)
+            self._join_running(newborn)
+
+    def _fork(self, group: ParticleGroup, first_tokens: list[int], log_weights: torch.Tensor) -> None:
+        group.fork(first_tokens, log_weights)
+        self._tree.fork(group.parent, [particle.req for particle in group.particles])
+        for particle in group.particles:
+            particle.req.update_finish_state(1)
+            if particle.finished:
+                self._tree.release(particle.req, keep=True)
+
+    def _commit_cycle(self, batch: ScheduleBatch, result: CycleResult) -> None:
+        verdicts = result.verdicts
+        if verdicts is None:
+            verdicts = self._decide_on_host(batch, result)
+        # Finished rows leave now: a particle that a resampling revives gets a new row and joins again.
+        batch.filter_batch()
+        revived: list[Req] = []
+        for member in result.members or ():
+            revived += self._commit_group(member.group, verdicts[member.group])
+        if not batch.is_empty() and any(verdict.ancestors is not None for verdict in verdicts.values()):
+            # Rows whose particle became a copy continue from their ancestor's last token.
+            pending = [req.output_ids[-1] for req in batch.reqs]
+            batch.spec_info.bonus_tokens = torch.tensor(pending, dtype=torch.int64, device=batch.device)
+        self._join_running(revived)
+
+    def _commit_group(self, group: ParticleGroup, verdict: Verdict) -> list[Req]:
+        """Commit one group's cycle; returns the particles that have to join the batch again."""
+        reason = group.abort_reason
+        if reason is None and verdict.broken:
+            reason = FINISH_ABORT("Every particle's weight vanished.", HTTPStatus.INTERNAL_SERVER_ERROR)
+        if reason is not None:
+            self._abort(group, reason)
+            return []
+        self._record(group, verdict)
+        revived = [] if verdict.ancestors is None else self._resample(group, verdict.ancestors)
+        self._speak_or_finish(group)
+        return revived
+
+    def _decide_on_host(self, batch: ScheduleBatch, result: CycleResult) -> dict[ParticleGroup, Verdict]:
+        """The launch half's decision, taken here because stop strings are only seen in decoded text."""
+        block = result.block
+        assert block is not None
+        assert result.members is not None
+        committed = block.lengths.tolist()
+        valid = [
+            committed[row] - (len(req.output_ids) - len(req.output_ids_through_stop))
+            for row, req in enumerate(batch.reqs)
+        ]
+        device = block.lengths.device
+        finished = torch.tensor([bool(req.finished()) for req in batch.reqs], device=device)
+        return decide(result.members, block.log_increments, torch.tensor(valid, device=device), finished)
+
+    def _record(self, group: ParticleGroup, verdict: Verdict) -> None:
+        group.weights = verdict.weights
+        group.log_z += verdict.log_z_increment
+        group.diagnostics.cycles += 1
+        group.diagnostics.ess.append(verdict.ess)
+        group.diagnostics.kv_saved.append(kv_saved(self._tree, [particle.req for particle in group.live]))
+        group.diagnostics.resamples += verdict.ancestors is not None
+
+    def _resample(self, group: ParticleGroup, ancestors: list[int]) -> list[Req]:
+        """Let every particle become a copy of its ancestor; returns those that have to join the batch again."""
+        revived = []
+        # Arranged so that a surviving particle keeps its place: sources are never overwritten.
+        for index, ancestor in enumerate(arrange(torch.tensor(ancestors)).tolist()):
+            if index == ancestor:
+                continue
+            particle, source = group.particles[index], group.particles[ancestor]
+            was_live = not particle.finished
+            if not source.finished:
+                self._tree.move(particle.req, source.req)
+                if not was_live:
+                    revived.append(particle.req)
+            elif was_live:
+                self._tree.release(particle.req, keep=False)
+            particle.become(source)
+        return revived
+
+    # -- the answer ------------------------------------------------------------------------------------------
+
+    def _speak_or_finish(self, group: ParticleGroup) -> None:
+        if group.all_finished:
+            self._answer(group)
+        elif group.agree() and group.parent.stream:
+            self._stream(group)
+
+    def _answer(self, group: ParticleGroup) -> None:
+        """Every particle has finished: draw one by its weight and let the parent speak with it."""
+        if group.params.return_particles:
+            group.final_particles = group.describe_particles()
+        group.adopt_answer(self._settle(group))
+        self._retire(group)
+
+    def _settle(self, group: ParticleGroup) -> Particle:
+        """Draw one particle with probability W_i; log Z^ takes in the weights."""
+        assert group.weights is not None
+        length = max(len(particle.tokens) for particle in group.particles)
+        uniform = uniforms(
+            torch.tensor(group.seed), torch.tensor(0), torch.tensor(length), Stream.SETTLE
+        )
+        index, log_z_increment = step.settle(group.weights, uniform.to(group.weights.log_weights.device))
+        group.log_z += float(log_z_increment)
+        return group.particles[int(index)]
+
+    def _abort(self, group: ParticleGroup, reason: FINISH_ABORT) -> None:
+        for particle in group.live:
+            self._tree.release(particle.req, keep=False)
+            particle.req.finished_reason = reason
+        group.parent.finished_reason = reason
+        self._retire(group)
+
+    def _retire(self, group: ParticleGroup) -> None:
+        group.parent.time_stats.set_completion_time()
+        self._stream(group)
+        group.particles, group.weights = [], None
+
+    def _stream(self, group: ParticleGroup) -> None:
+        group.speaking = True
+        self._scheduler.output_streamer.stream_output([group.parent], group.parent.return_logprob)
+        group.speaking = False
+
+    # -- pressure ----------------------------------------------------------------------------------------------
+
+    def withdraw(self, group: ParticleGroup) -> Req | None:
+        """Take a group out of the batch: draw one particle and queue the parent with its tokens.
+
+        The draw is unbiased, so the group goes on from there with equal weights when it comes back. Returns the
+        parent to requeue, or None where a finished particle was drawn: that is the answer.
+        """
+        chosen = self._settle(group)
+        finished = chosen.finished
+        group.adopt_answer(chosen)
+        for particle in group.live:
+            self._tree.release(particle.req, keep=False)
+            particle.req.finished_reason = FINISH_ABORT("withdrawn")
+        if finished:
+            self._retire(group)
+            return None
+        group.particles, group.weights = [], None
+        group.parent.reset_for_retract()
+        group.queue(get_alloc_reserve_per_decode())
+        return group.parent
+
+    def withdraw_all(self, running: ScheduleBatch) -> list[Req]:
+        """Withdraw every group of the running batch; returns the parents to requeue."""
+        parents = [self.withdraw(group) for group in _groups(running.reqs)]
+        running.filter_batch()
+        return [parent for parent in parents if parent is not None]
+
+    def retract(
+        self, original: Callable[[ScheduleBatch], tuple[list[Req], float, list[Req]]], batch: ScheduleBatch
+    ) -> tuple[list[Req], float, list[Req]]:
+        """`ScheduleBatch.retract_decode` for batches with groups: a group leaves as one, shortest answer first."""
+        requeued: list[Req] = []
+        groups = sorted(_groups(batch.reqs), key=lambda group: len(group.live[0].req.output_ids), reverse=True)
+        others = any(not isinstance(role(req), Particle) for req in batch.reqs)
+        while len(groups) > (0 if others else 1) and (not requeued or not batch.check_decode_mem()):
+            parent = self.withdraw(groups.pop())
+            batch.filter_batch()
+            if parent is not None:
+                requeued.append(parent)
+        if batch.check_decode_mem():
+            ratio = NewTokenRatioTracker.estimate_new_token_ratio_after_retract(batch.reqs)
+            return requeued, ratio, []
+        for group in groups:  # alone, and still too large: admission should have refused it
+            self._abort(group, FINISH_ABORT("The KV pool is full.", HTTPStatus.SERVICE_UNAVAILABLE))
+        batch.filter_batch()
+        retracted, ratio, aborted = original(batch) if batch.reqs else ([], 1.0, [])
+        return requeued + retracted, ratio, aborted
+
+    # -- the running batch -----------------------------------------------------------------------------------
+
+    def _join_running(self, reqs: list[Req]) -> None:
+        if not reqs:
+            return
+        newcomers = self._decode_batch(reqs)
+        running = self._scheduler.running_batch
+        if running.is_empty():
+            newcomers.batch_is_full = running.batch_is_full
+            self._scheduler.running_batch = newcomers
+        else:
+            running.merge_batch(newcomers)
+
+    def _decode_batch(self, reqs: list[Req]) -> ScheduleBatch:
+        """A decode batch of particles, as SGLang builds one after a prefill."""
+        scheduler = self._scheduler
+        batch = ScheduleBatch.init_new(
+            reqs,
+            scheduler.req_to_token_pool,
+            scheduler.token_to_kv_pool_allocator,
+            scheduler.tree_cache,
+            scheduler.model_config,
+            scheduler.enable_overlap,
+            scheduler.spec_algorithm,
+        )
+        device = batch.device
+        batch.forward_mode = ForwardMode.DECODE
+        batch.req_pool_indices_cpu = torch.tensor([req.kv.req_pool_idx for req in reqs], dtype=torch.int64)
+        batch.seq_lens_cpu = torch.tensor([req.kv.kv_committed_len for req in reqs], dtype=torch.int64)
+        batch.req_pool_indices = batch.req_pool_indices_cpu.to(device)
+        batch.seq_lens = batch.seq_lens_cpu.to(device)
+        batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
+        batch.multimodal_inputs = [None] * len(reqs)
+        pending = torch.tensor([req.output_ids[-1] for req in reqs], dtype=torch.int64, device=device)
+        batch.spec_info = PendingInput(pending)
+        batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, scheduler.model_config.vocab_size)
+        return batch
+
+
+def _groups(reqs: Iterable[Req]) -> list[ParticleGroup]:
+    """The distinct groups that `reqs` belong to, in order."""
+    return list(dict.fromkeys(own.group for req in reqs if isinstance(own := role(req), Particle)))

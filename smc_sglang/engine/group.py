@@ -1,0 +1,250 @@
+"""What the engine keeps beside SGLang's `Req`s: one role object per request, in `req.smc`.
+
+* :class:`Solo`: an ordinary request (mode `off`, or temperature 0). One row, no weights.
+* :class:`ParticleGroup`: a client's SMC request. Its `Req`, the parent, is prefilled once and then waits outside
+  every batch, without KV, while its particles decode; only the parent is ever streamed.
+* :class:`Particle`: one member of a group; its `Req` is an ordinary row of the decode batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+
+from smc_sglang.config import SmcParams
+from smc_sglang.smc.weights import Weights
+
+if TYPE_CHECKING:
+    from smc_sglang.engine.coordinator import Coordinator
+
+
+@dataclass(eq=False)
+class Solo:
+    """An ordinary row: `draft_length` 0 is plain autoregressive decoding."""
+
+    params: SmcParams
+    seed: int
+    draft_length: int
+
+    def report(self, req: Req) -> dict[str, Any]:
+        """The response's `smc` object."""
+        cycles = req.spec_verify_ct
+        return {
+            "mode": "exact" if self.draft_length else "off",
+            "n_particles": 1,
+            "draft_length": self.draft_length,
+            "cycles": cycles,
+            "resamples": 0,
+            "mean_ess": 1.0,
+            "log_z": None,
+            "fallbacks": 0,
+            "tokens_per_cycle": len(req.output_ids_through_stop) / max(cycles, 1),
+            "kv_saved": 0.0,
+        }
+
+
+@dataclass(eq=False)
+class Particle:
+    """Particle `index` of `group`; its tokens, finish state and KV are its `Req`'s."""
+
+    group: ParticleGroup
+    index: int
+    req: Req
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.req.finished())
+
+    @property
+    def tokens(self) -> array[int]:
+        """Output tokens up to and with the finishing one."""
+        return self.req.output_ids_through_stop
+
+    def become(self, other: Particle) -> None:
+        """Copy the host state of `other`; its KV is :meth:`radix_patch.ParticleTree.move`'s."""
+        req, source = self.req, other.req
+        req.output_ids = array("q", source.output_ids)
+        req.full_untruncated_fill_ids = array("q")  # append-only by contract: force a rebuild
+        req.finished_reason, req.finished_len = source.finished_reason, source.finished_len
+
+
+@dataclass
+class Diagnostics:
+    """What a request's `smc` report is made of."""
+
+    cycles: int = 0
+    resamples: int = 0
+    ess: list[float] = field(default_factory=list)
+    kv_saved: list[float] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class ParticleGroup:
+    """One client request, its particles and its weights."""
+
+    coordinator: Coordinator
+    parent: Req
+    params: SmcParams
+    seed: int
+    particles: list[Particle] = field(default_factory=list)
+    weights: Weights | None = None  # [n_particles], while particles exist
+    log_z: float = 0.0
+    speaking: bool = False  # the parent may be streamed
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
+    final_particles: list[dict[str, Any]] | None = None
+    client_params: Any = None  # SGLang's SamplingParams as the client sent them
+
+    def __post_init__(self) -> None:
+        self.client_params = self.parent.sampling_params
+
+    # -- the parent's two lives --------------------------------------------------------------------------
+
+    def queue(self, tokens_per_block: int) -> None:
+        """Prepare the parent for SGLang's queue: it asks for the whole population's KV and never finishes by
+        itself, since whether x_0 finishes is each particle's own affair.
+
+        Args:
+            tokens_per_block: KV slots that one particle holds in reserve for the block in flight.
+        """
+        population = copy.copy(self.client_params)
+        n = self.params.n_particles
+        population.max_new_tokens = n * (self.client_params.max_new_tokens + tokens_per_block) + 1
+        population.ignore_eos = True
+        population.stop_strs, population.stop_regex_strs = [], []
+        self.parent.sampling_params = population
+        self.prefilled_at = len(self.parent.output_ids)
+
+    @property
+    def prefill_is_complete(self) -> bool:
+        """Whether the parent's last prefill chunk has run (it then has one token more than when queued)."""
+        return len(self.parent.output_ids) > self.prefilled_at
+
+    def fork(self, first_tokens: list[int], log_weights: torch.Tensor) -> None:
+        """Create the particles after the parent's prefill.
+
+        Args:
+            first_tokens: the token that each particle starts with (x_0, or the bonus after a retraction).
+            log_weights: float64 [n_particles].
+        """
+        parent = self.parent
+        parent.sampling_params = self.client_params
+        prefix = parent.output_ids[:-1]
+        self.particles = [
+            Particle(self, index, self._particle_req(index, array("q", [*prefix, token])))
+            for index, token in enumerate(first_tokens)
+        ]
+        for particle in self.particles:
+            particle.req.smc = particle
+        self.weights = Weights(log_weights)
+        parent.output_ids = prefix
+
+    def _particle_req(self, index: int, output_ids: array[int]) -> Req:
+        parent = self.parent
+        req = Req(
+            rid=f"{parent.rid}#{index}",
+            origin_input_text="",
+            origin_input_ids=parent.origin_input_ids,
+            sampling_params=self.client_params,
+            eos_token_ids=parent.eos_token_ids,
+            vocab_size=parent.vocab_size,
+            extra_key=parent.extra_key,
+            cache_salt=parent.cache_salt,
+            priority=parent.priority,
+        )
+        req.tokenizer = parent.tokenizer
+        req.output_ids = output_ids
+        return req
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> list[Particle]:
+        return [particle for particle in self.particles if not particle.finished]
+
+    @property
+    def all_finished(self) -> bool:
+        return all(particle.finished for particle in self.particles)
+
+    @property
+    def abort_reason(self) -> FINISH_ABORT | None:
+        """Set once a particle was aborted: the client's abort, or an error."""
+        reasons = (particle.req.finished_reason for particle in self.particles)
+        return next((reason for reason in reasons if isinstance(reason, FINISH_ABORT)), None)
+
+    def agree(self) -> int:
+        """Extend the parent's tokens by what all particles agree on; returns how many were added.
+
+        What all particles share they inherit, so it never changes again: it can be streamed.
+        """
+        agreed = self.parent.output_ids
+        start = len(agreed)
+        streams = [particle.tokens[start:] for particle in self.particles]
+        for tokens in zip(*streams, strict=False):
+            if any(token != tokens[0] for token in tokens):
+                break
+            agreed.append(tokens[0])
+        return len(agreed) - start
+
+    def adopt_answer(self, chosen: Particle) -> None:
+        """The parent takes over the tokens and the finish state of the particle that was drawn."""
+        parent = self.parent
+        parent.output_ids.extend(chosen.req.output_ids[len(parent.output_ids) :])
+        parent.finished_reason = chosen.req.finished_reason
+        parent.finished_len = chosen.req.finished_len
+
+    def describe_particles(self) -> list[dict[str, Any]]:
+        """All particles with their weights, for `return_particles`."""
+        assert self.weights is not None
+        weights = self.weights.normalized.tolist()
+        log_weights = self.weights.log_weights.tolist()
+        return [
+            {
+                "text": self._text(particle),
+                "output_ids": list(particle.tokens),
+                "log_weight": log_weight if math.isfinite(log_weight) else None,
+                "weight": weight,
+                "finish_reason": particle.req.finished_reason.to_json() if particle.finished else None,
+            }
+            for particle, weight, log_weight in zip(self.particles, weights, log_weights, strict=True)
+        ]
+
+    def _text(self, particle: Particle) -> str | None:
+        if self.parent.tokenizer is None:
+            return None
+        return self.parent.tokenizer.decode(
+            list(particle.tokens), skip_special_tokens=self.client_params.skip_special_tokens
+        )
+
+    def report(self, req: Req) -> dict[str, Any]:
+        """The response's `smc` object (design.md's response fields)."""
+        diagnostics = self.diagnostics
+        report = {
+            "mode": "smc",
+            "n_particles": self.params.n_particles,
+            "draft_length": self.params.draft_length,
+            "cycles": diagnostics.cycles,
+            "resamples": diagnostics.resamples,
+            "mean_ess": _mean(diagnostics.ess, default=float(self.params.n_particles)),
+            "log_z": self.log_z,
+            "fallbacks": 0,
+            "tokens_per_cycle": len(req.output_ids_through_stop) / max(diagnostics.cycles, 1),
+            "kv_saved": _mean(diagnostics.kv_saved, default=0.0),
+        }
+        if self.final_particles is not None:
+            report["particles"] = self.final_particles
+        return report
+
+
+def _mean(values: list[float], default: float) -> float:
+    return sum(values) / len(values) if values else default
+
+
+def role(req: Req) -> Solo | Particle | ParticleGroup | None:
+    """What `req` is to the engine; None for a request that SGLang made outside our admission."""
+    return getattr(req, "smc", None)

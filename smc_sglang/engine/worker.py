@@ -1,0 +1,318 @@
+"""The two models and one cycle's launch half: draft, score, weigh, resample, on tensors.
+
+SGLang's scheduler calls :meth:`SmcWorker.forward_batch_generation` once per step. What it returns is only a proposal
+to the scheduler: :mod:`smc_sglang.engine.coordinator` commits it to requests, tree and streams.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
+from sglang.srt.layers.moe.utils import draft_model_build_scope
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.draft_parallel import resolve_draft_parallel_layout
+from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
+
+from smc_sglang.engine.decision import GroupRows, Verdict, decide
+from smc_sglang.engine.finish import needs_host, stop_ids, valid_lengths
+from smc_sglang.engine.group import Particle, ParticleGroup, Solo, role
+from smc_sglang.engine.scoring import PendingInput, ScoreInput
+from smc_sglang.smc import step
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+
+@dataclass
+class CycleResult(GenerationBatchResult):
+    """SGLang's result of a decode step, and what the commit half needs besides."""
+
+    block: step.Block | None = None
+    members: list[GroupRows] | None = None
+    # None where only the host can tell which tokens finish a particle.
+    verdicts: dict[ParticleGroup, Verdict] | None = None
+
+
+@dataclass
+class PrefillResult(GenerationBatchResult):
+    """SGLang's result of a prefill, with every particle's first token."""
+
+    first_tokens: list[list[int]] | None = None  # [n_requests][n_particles]
+    first_log_weights: torch.Tensor | None = None  # float64 [n_requests], log c of the first token
+
+
+class DraftWorker(TpModelWorker):
+    """The draft model's SGLang worker. It shares the target's rows and slot indices."""
+
+    @property
+    def draft_runners(self) -> list[ModelRunner]:
+        return [self.model_runner]
+
+
+class SmcWorker(BaseSpecWorker):
+    """Target and draft behind SGLang's speculative worker interface."""
+
+    def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker) -> None:
+        super().__init__()
+        self.server_args = server_args
+        self._target_worker = target_worker
+        self.speculative_num_draft_tokens = get_spec().speculative_num_draft_tokens
+        self.parallel_layout = resolve_draft_parallel_layout(
+            DraftParallelSpec(tp_execution=DraftTPExecution.TARGET_LAYOUT)
+        )
+        with self._draft_context(), draft_model_build_scope():
+            self._draft_worker = DraftWorker(
+                server_args=server_args,
+                gpu_id=gpu_id,
+                nccl_port=nccl_port,
+                is_draft_worker=True,
+                # The draft runs at the target's absolute positions.
+                context_length=target_worker.model_runner.model_config.context_len,
+            )
+        self.draft_runner = self._draft_worker.model_runner
+
+    # -- SGLang's set-up interface -----------------------------------------------------------------------
+
+    @contextmanager
+    def _draft_context(self) -> Iterator[None]:
+        with draft_tp_context(self.parallel_layout), draft_pp_context():
+            yield
+
+    def init_attention_backends(self) -> None:
+        with self._draft_context():
+            self._draft_worker.init_attention_backends()
+
+    def init_cuda_graphs(self) -> None:
+        # SGLang's decode graph refuses a draft model of an algorithm that it does not know.
+        with self._draft_context():
+            self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple[Any, ...]:
+        return (self.target_worker.model_runner.attn_backend, self.draft_runner.attn_backend)
+
+    # -- one step ------------------------------------------------------------------------------------------
+
+    def forward_batch_generation(
+        self, batch: ScheduleBatch, on_publish: Any = None, pp_proxy_tensors: Any = None, **_: Any
+    ) -> GenerationBatchResult:
+        """Run one scheduler step. SGLang restores `batch` afterwards."""
+        if batch.forward_mode.is_extend():
+            result = self._prefill(batch)
+        elif batch.forward_mode.is_idle() or not batch.reqs:
+            result = self.target_worker.forward_batch_generation(batch)
+            result.next_draft_input = PendingInput(torch.empty(0, dtype=torch.int64, device=batch.device))
+        else:
+            result = self._cycle(batch)
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        return result
+
+    def _prefill(self, batch: ScheduleBatch) -> PrefillResult:
+        """Both models read the prompts, into the same slots; every particle draws its first token."""
+        batch.spec_info = None
+        target = self.target_worker.forward_batch_generation(batch, is_verify=True)
+        self._draft_forward(batch)
+        rows = _describe(batch, pending=torch.zeros_like(batch.seq_lens))
+        sizes = [_first_draws(req) for req in batch.reqs]
+        tokens, log_weights = step.first_tokens(target.logits_output.next_token_logits, rows, max(sizes))
+        first_tokens = [row[:size] for row, size in zip(tokens.tolist(), sizes, strict=True)]
+        return PrefillResult(
+            logits_output=target.logits_output,
+            next_token_ids=tokens[:, 0].to(torch.int32),
+            can_run_cuda_graph=target.can_run_cuda_graph,
+            next_draft_input=PendingInput(tokens[:, 0].contiguous()),
+            new_seq_lens=batch.seq_lens,
+            speculative_num_draft_tokens=self.speculative_num_draft_tokens,
+            first_tokens=first_tokens,
+            first_log_weights=log_weights.cpu(),
+        )
+
+    def _cycle(self, batch: ScheduleBatch) -> CycleResult:
+        """One SMC cycle over all rows: the algorithm box of :mod:`smc_sglang.smc.step` on SGLang's forwards."""
+        rows = _describe(batch, pending=batch.spec_info.bonus_tokens)
+        models = _BlockForwards(self, batch, width=max(rows.draft_lengths_list) + 1)
+        block = step.propose_and_score(rows, models.draft, models.score)
+
+        members = _group_rows(batch.reqs)
+        verdicts = None
+        if not any(needs_host(req) for req in batch.reqs):
+            valid, finished = valid_lengths(
+                block.tokens,
+                block.lengths,
+                [stop_ids(req) for req in batch.reqs],
+                torch.tensor(
+                    [req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs],
+                    device=block.tokens.device,
+                ),
+            )
+            verdicts = decide(members, block.log_increments, valid, finished)
+
+        last = (block.lengths - 1).unsqueeze(1)
+        return CycleResult(
+            logits_output=models.logits_output,
+            next_token_ids=block.tokens.reshape(-1).to(torch.int32),
+            accept_lens=block.lengths.to(torch.int32),
+            new_seq_lens=batch.seq_lens + block.lengths,
+            can_run_cuda_graph=models.can_run_cuda_graph,
+            next_draft_input=PendingInput(block.tokens.gather(1, last).squeeze(1)),
+            speculative_num_draft_tokens=block.tokens.shape[1],
+            block=block,
+            members=members,
+            verdicts=verdicts,
+        )
+
+    def _draft_forward(self, batch: ScheduleBatch) -> torch.Tensor:
+        """One forward of the draft model; logits [n_rows, vocab]."""
+        forward_batch = ForwardBatch.init_new(
+            batch,
+            self.draft_runner,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            return_hidden_states_before_norm=False,
+        )
+        with self._draft_context():
+            return self.draft_runner.forward(forward_batch).logits_output.next_token_logits
+
+
+class _BlockForwards:
+    """The two callables of the algorithm for one batch: draft one token per row, score a whole block."""
+
+    def __init__(self, worker: SmcWorker, batch: ScheduleBatch, width: int) -> None:
+        self._worker = worker
+        self._batch = batch
+        self._committed = batch.seq_lens  # [n_rows], tokens with KV: the pending one excluded
+        self._committed_cpu = batch.seq_lens_cpu
+        columns = self._committed[:, None] + torch.arange(width, device=self._committed.device)
+        self._positions = columns
+        table = batch.req_to_token_pool.req_to_token
+        self._slots = table[batch.req_pool_indices[:, None], columns].to(torch.int64)  # [n_rows, width]
+        self._views: dict[int, ScheduleBatch] = {}
+        self.logits_output: Any = None
+        self.can_run_cuda_graph = False
+
+    def draft(self, k: int, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """One draft pass over `rows` at block offset `k`; logits [len(rows), vocab]."""
+        view = self._view(rows)
+        whole = len(rows) == len(self._batch.reqs)
+        committed = self._committed if whole else self._committed[rows]
+        committed_cpu = self._committed_cpu if whole else self._committed_cpu[rows.cpu()]
+        view.forward_mode = ForwardMode.DECODE
+        view.spec_info = None
+        view.input_ids = tokens.contiguous()
+        view.seq_lens = committed + k + 1
+        view.seq_lens_cpu = committed_cpu + k + 1
+        view.seq_lens_sum = None
+        view.out_cache_loc = (self._slots if whole else self._slots[rows])[:, k].contiguous()
+        return self._worker._draft_forward(view)
+
+    def score(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The target's logits after every block token, [n_rows, width, vocab]: one TARGET_VERIFY forward."""
+        batch, (n_rows, width) = copy.copy(self._batch), tokens.shape
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.input_ids = tokens.clamp(min=0).reshape(-1)
+        batch.seq_lens, batch.seq_lens_cpu, batch.seq_lens_sum = self._committed, self._committed_cpu, None
+        batch.out_cache_loc = self._slots.reshape(-1)
+        batch.spec_info = ScoreInput(
+            self._positions.reshape(-1), width, self._batch.req_to_token_pool.req_to_token
+        )
+        result = self._worker.target_worker.forward_batch_generation(batch, is_verify=True)
+        self.logits_output, self.can_run_cuda_graph = result.logits_output, result.can_run_cuda_graph
+        return result.logits_output.next_token_logits.view(n_rows, width, -1)
+
+    def _view(self, rows: torch.Tensor) -> ScheduleBatch:
+        """The batch restricted to `rows` (rows only ever drop out, so their number names them)."""
+        if len(rows) not in self._views:
+            view = copy.copy(self._batch)
+            if len(rows) < len(view.reqs):
+                kept = rows.tolist()
+                view.reqs = [view.reqs[i] for i in kept]
+                view.req_pool_indices = view.req_pool_indices[rows]
+                view.req_pool_indices_cpu = view.req_pool_indices_cpu[kept]
+                view.orig_seq_lens = view.orig_seq_lens[rows]
+                view.multimodal_inputs = None
+            self._views[len(rows)] = view
+        return self._views[len(rows)]
+
+
+@dataclass(frozen=True)
+class _RowParams:
+    draft_length: int
+    power: float
+    seed: int
+    particle: int
+
+
+def _row(req: Req) -> _RowParams:
+    match role(req):
+        case Particle(group=group, index=index):
+            return _RowParams(_draft_length(req, group.params.draft_length), group.params.power, group.seed, index)
+        case ParticleGroup(params=params, seed=seed):
+            return _RowParams(params.draft_length, params.power, seed, 0)
+        case Solo(draft_length=draft_length, seed=seed):
+            return _RowParams(_draft_length(req, draft_length), 1.0, seed, 0)
+        case _:
+            return _RowParams(0, 1.0, 0, 0)
+
+
+def _draft_length(req: Req, draft_length: int) -> int:
+    """K of this block: nothing is drafted past max_new_tokens, so nothing is written past the context either.
+
+    A row that drafts drafts at least one token: that pass also gives the pending token its draft KV.
+    """
+    remaining = req.sampling_params.max_new_tokens - len(req.output_ids)
+    return min(draft_length, max(remaining - 1, 1))
+
+
+def _first_draws(req: Req) -> int:
+    """How many first tokens `req` needs: one per particle, or one for an ordinary row."""
+    own = role(req)
+    return own.params.n_particles if isinstance(own, ParticleGroup) else 1
+
+
+def _describe(batch: ScheduleBatch, pending: torch.Tensor) -> step.Rows:
+    """The batch's rows as the algorithm sees them."""
+    device = batch.seq_lens.device
+    rows = [_row(req) for req in batch.reqs]
+    draft_lengths = tuple(row.draft_length for row in rows)
+    sampling = [req.sampling_params for req in batch.reqs]
+    return step.Rows(
+        pending=pending,
+        draft_lengths=torch.tensor(draft_lengths, dtype=torch.int64, device=device),
+        draft_lengths_list=draft_lengths,
+        temperatures=torch.tensor([own.temperature for own in sampling], dtype=torch.float32, device=device),
+        greedy=torch.tensor([own.top_k == 1 for own in sampling], dtype=torch.bool, device=device),
+        powers=torch.tensor([row.power for row in rows], dtype=torch.float32, device=device),
+        seeds=torch.tensor([row.seed for row in rows], dtype=torch.int64, device=device),
+        particles=torch.tensor([row.particle for row in rows], dtype=torch.int64, device=device),
+        positions=torch.tensor([len(req.output_ids) for req in batch.reqs], dtype=torch.int64, device=device),
+    )
+
+
+def _group_rows(reqs: list[Req]) -> list[GroupRows]:
+    """The groups in the batch; their finished particles have no row."""
+    found: dict[ParticleGroup, dict[int, int]] = {}
+    for row, req in enumerate(reqs):
+        own = role(req)
+        if isinstance(own, Particle):
+            found.setdefault(own.group, {})[own.index] = row
+    return [
+        GroupRows(
+            group=group,
+            rows=[row_of.get(index, -1) for index in range(len(group.particles))],
+            # Live particles of a group have one length, so any of them tells the position.
+            position=len(group.live[0].req.output_ids),
+        )
+        for group, row_of in found.items()
+    ]
