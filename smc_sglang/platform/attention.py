@@ -1,0 +1,223 @@
+"""Attention in torch on the CPU: prefill, decoding, and the scoring pass over blocks of drafted tokens.
+
+A forward is planned once and run in every layer. Rows with equally many query and KV tokens make a bucket:
+one gather of keys, one of values and one call of torch's fused attention. The particles of a group have equal
+lengths, so a group is one bucket. Buckets are not padded to one another's length: with 8 rows of 200 to 1000
+tokens the padded call took 1.2 to 4 times as long as eight exact ones, for the masked part is computed too
+and a mask per row is read besides (heads 9/3, 30/10 and 32/8, float32 and bfloat16, one thread).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, ReqToTokenPool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+@dataclass
+class Bucket:
+    """Rows of one forward with `n_queries` query tokens and `n_keys` KV tokens each, queries included."""
+
+    n_rows: int
+    n_queries: int
+    n_keys: int
+    slots: torch.Tensor  # int32 [n_rows * n_keys], KV slots, row-major
+    tokens: (
+        torch.Tensor | None
+    )  # int64 [n_rows * n_queries], their tokens in the batch; None: the whole batch
+    _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Causal attention of every row's queries, which are its last tokens.
+
+        Heads that share a KV head are folded into the query axis, so keys and values are never repeated.
+
+        Args:
+            queries: [n_rows * n_queries, n_heads, head_dim].
+            keys, values: the layer's pools, [n_slots, n_kv_heads, head_dim].
+        Returns:
+            [n_rows * n_queries, n_heads, head_dim]
+        """
+        n_heads, n_kv_heads = queries.shape[1], keys.shape[1]
+        fold = n_heads // n_kv_heads
+        folded = (
+            queries.view(self.n_rows, self.n_queries, n_kv_heads, fold, -1)
+            .permute(0, 2, 3, 1, 4)
+            .reshape(self.n_rows, n_kv_heads, fold * self.n_queries, -1)
+        )
+        output = torch.nn.functional.scaled_dot_product_attention(
+            folded,
+            self._gather(keys),
+            self._gather(values),
+            attn_mask=self._mask(fold, queries.dtype),
+            scale=scaling,
+        )
+        return (
+            output.unflatten(2, (fold, self.n_queries))
+            .permute(0, 3, 1, 2, 4)
+            .reshape(self.n_rows * self.n_queries, n_heads, -1)
+        )
+
+    def _gather(self, pool: torch.Tensor) -> torch.Tensor:
+        """The rows' keys or values, [n_rows, n_kv_heads, n_keys, head_dim]."""
+        return pool.index_select(0, self.slots).unflatten(0, (self.n_rows, self.n_keys)).transpose(1, 2)
+
+    def _mask(self, fold: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Added to the scores, [fold * n_queries, n_keys]; None where every query sees every key."""
+        if self.n_queries == 1:
+            return None
+        if (fold, dtype) not in self._masks:
+            hidden = torch.ones(self.n_queries, self.n_keys, dtype=torch.bool)
+            # Query j sees the tokens before the block and the block's tokens up to itself.
+            hidden = hidden.triu(diagonal=self.n_keys - self.n_queries + 1)
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            self._masks[fold, dtype] = mask.repeat(fold, 1)
+        return self._masks[fold, dtype]
+
+
+def plan(
+    req_to_token: torch.Tensor, rows: torch.Tensor, n_queries: Sequence[int], n_keys: Sequence[int]
+) -> list[Bucket]:
+    """Group a forward's rows by shape.
+
+    Args:
+        req_to_token: int32 [n_pool_rows, row_width], the KV slot of every token of every row.
+        rows: int64 [n_rows], the forward's rows in it.
+        n_queries: [n_rows], each row's query tokens in this forward.
+        n_keys: [n_rows], each row's tokens so far, its queries included.
+    """
+    members: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for row, shape in enumerate(zip(n_queries, n_keys, strict=True)):
+        members[shape].append(row)
+    first_tokens = torch.tensor(n_queries).cumsum(0) - torch.tensor(n_queries)
+    buckets = []
+    for (queries, keys), indices in members.items():
+        of_bucket = torch.tensor(indices)
+        tokens = None
+        if len(members) > 1:
+            tokens = (first_tokens[of_bucket, None] + torch.arange(queries)).flatten()
+        slots = req_to_token[rows[of_bucket], :keys].flatten()
+        buckets.append(Bucket(len(indices), queries, keys, slots, tokens))
+    return buckets
+
+
+class TorchCpuAttention(AttentionBackend):
+    """SGLang's attention interface on buckets. One instance per model; both models share the rows."""
+
+    def __init__(self, req_to_token_pool: ReqToTokenPool, token_to_kv_pool: MHATokenToKVPool) -> None:
+        super().__init__()
+        self.req_to_token_pool = req_to_token_pool
+        self.token_to_kv_pool = token_to_kv_pool
+        self.forward_metadata: list[Bucket] = []
+
+    @classmethod
+    def for_model(cls, model_runner: ModelRunner) -> TorchCpuAttention:
+        """The backend of one loaded model.
+
+        Raises:
+            NotImplementedError: one sentence naming what the model's attention needs and this backend lacks.
+        """
+        pool = model_runner.token_to_kv_pool
+        for problem in unsupported(model_runner.model, pool, model_runner.dtype):
+            raise NotImplementedError(
+                f"{model_runner.model_config.model_path} cannot run on the torch CPU platform: {problem}"
+            )
+        return cls(model_runner.req_to_token_pool, pool)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plan one forward over all layers."""
+        if forward_batch.forward_mode.is_idle():
+            self.forward_metadata = []
+            return
+        self.forward_metadata = plan(
+            self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, *_lengths(forward_batch)
+        )
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **extras: Any,
+    ) -> torch.Tensor:
+        """Attention of one layer.
+
+        Args:
+            q: [n_tokens, n_heads * head_dim].
+            k, v: [n_tokens, n_kv_heads, head_dim], written to the batch's slots first if `save_kv_cache`.
+        Returns:
+            [n_tokens, n_heads * head_dim]
+        Raises:
+            NotImplementedError: the model passes arguments that belong to another kind of attention.
+        """
+        if extras:
+            raise NotImplementedError(
+                f"the torch CPU platform has no attention with {', '.join(sorted(extras))}"
+            )
+        pool = self.token_to_kv_pool
+        if save_kv_cache and k is not None and v is not None:
+            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        output = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        for bucket in self.forward_metadata:
+            if bucket.tokens is None:
+                output = bucket.attend(q, keys, values, layer.scaling)
+            else:
+                output[bucket.tokens] = bucket.attend(q[bucket.tokens], keys, values, layer.scaling)
+        return output.flatten(1)
+
+    forward_decode = forward_extend
+
+    def support_triton(self) -> bool:
+        return False
+
+
+def _lengths(forward_batch: ForwardBatch) -> tuple[list[int], list[int]]:
+    """Query tokens and KV tokens of every row, the row's own queries included in the latter."""
+    lengths = forward_batch.seq_lens.tolist()
+    if forward_batch.forward_mode.is_decode():
+        return [1] * len(lengths), lengths
+    if forward_batch.forward_mode.is_target_verify():
+        # `seq_lens` ends before the block here, and no `extend_*` field is set.
+        width = forward_batch.spec_info.draft_token_num
+        return [width] * len(lengths), [length + width for length in lengths]
+    if forward_batch.extend_seq_lens is None:
+        raise NotImplementedError(f"the torch CPU platform has no {forward_batch.forward_mode.name} forward")
+    return forward_batch.extend_seq_lens.tolist(), lengths
+
+
+def unsupported(model: torch.nn.Module, pool: Any, dtype: torch.dtype) -> Iterator[str]:
+    """What a model of this dtype, with this KV pool, needs and buckets do not have."""
+    if not isinstance(pool, MHATokenToKVPool):
+        yield f"its KV pool is a {type(pool).__name__}, and only plain multi-head attention is supported"
+        return
+    if pool.dtype != dtype:
+        yield f"its KV is stored as {pool.dtype}: leave --kv-cache-dtype out"
+    for layer in model.modules():
+        if not isinstance(layer, RadixAttention):
+            continue
+        if layer.logit_cap:
+            yield "its attention caps logits"
+        if layer.sliding_window_size > -1:
+            yield "it has sliding-window attention"
+        if layer.is_cross_attention:
+            yield "it has cross-attention"
+        if layer.attn_type != AttentionType.DECODER:
+            yield f"its attention is of type {layer.attn_type.value}, not causal"

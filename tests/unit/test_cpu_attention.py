@@ -1,0 +1,217 @@
+"""The CPU attention backend on SGLang's own pools, against softmax attention written out per row and head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from smc_sglang.engine.scoring import ScoreInput
+from smc_sglang.platform.attention import TorchCpuAttention, plan, unsupported
+from smc_sglang.platform.cpu import cpu_quota
+from smc_sglang.platform.hooks import assign_slots
+from smc_sglang.platform.kv_pool import TorchKVPool
+
+HEADS, KV_HEADS, HEAD_DIM, SLOTS, ROWS, WIDTH = 6, 2, 16, 2000, 12, 256
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass
+class Case:
+    """Rows with a cached prefix each, and the query tokens of one forward."""
+
+    backend: TorchCpuAttention
+    layer: RadixAttention
+    rows: torch.Tensor  # int64 [n_rows], in no particular order
+    prefixes: list[int]
+    n_queries: list[int]
+    slots: list[torch.Tensor]  # per row, int64 [prefix + n_queries], scattered over the pool
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @classmethod
+    def make(cls, prefixes: list[int], n_queries: list[int], dtype: torch.dtype = torch.float32) -> Case:
+        generator = torch.Generator().manual_seed(len(prefixes) + sum(prefixes))
+        table = ReqToTokenPool(ROWS, WIDTH, "cpu", enable_memory_saver=False)
+        pool = TorchKVPool(
+            SLOTS,
+            page_size=1,
+            dtype=dtype,
+            head_num=KV_HEADS,
+            head_dim=HEAD_DIM,
+            layer_num=2,
+            device="cpu",
+            enable_memory_saver=False,
+            enable_kv_cache_copy=True,
+        )
+        for buffers in (pool.k_buffer, pool.v_buffer):
+            for buffer in buffers:
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
+        rows = torch.randperm(ROWS, generator=generator)[: len(prefixes)] + 1
+        free = torch.randperm(SLOTS - 1, generator=generator) + 1
+        lengths = [prefix + queries for prefix, queries in zip(prefixes, n_queries, strict=True)]
+        slots = list(free[: sum(lengths)].split(lengths))
+        for row, own in zip(rows.tolist(), slots, strict=True):
+            table.req_to_token[row, : len(own)] = own.to(torch.int32)
+
+        def tensor(heads: int) -> torch.Tensor:
+            return torch.randn(sum(n_queries), heads, HEAD_DIM, generator=generator).to(dtype)
+
+        layer = RadixAttention(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, layer_id=1)
+        q, k, v = tensor(HEADS), tensor(KV_HEADS), tensor(KV_HEADS)
+        return cls(TorchCpuAttention(table, pool), layer, rows, prefixes, n_queries, slots, q, k, v)
+
+    def run(self, mode: ForwardMode) -> torch.Tensor:
+        """One layer of one forward as SGLang calls it; [n_tokens, heads, head_dim]."""
+        lengths = torch.tensor([len(own) for own in self.slots])
+        fields: dict[str, Any] = {}
+        if mode.is_target_verify():
+            lengths = torch.tensor(self.prefixes)
+            fields["spec_info"] = ScoreInput(None, self.n_queries[0], None)
+        elif not mode.is_decode():
+            fields["extend_seq_lens"] = torch.tensor(self.n_queries, dtype=torch.int32)
+            fields["extend_prefix_lens"] = torch.tensor(self.prefixes, dtype=torch.int32)
+        new = [own[prefix:] for own, prefix in zip(self.slots, self.prefixes, strict=True)]
+        batch = ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(self.rows),
+            input_ids=torch.zeros(len(self.q), dtype=torch.int64),
+            req_pool_indices=self.rows,
+            seq_lens=lengths,
+            out_cache_loc=torch.cat(new),
+            seq_lens_sum=int(lengths.sum()),
+            **fields,
+        )
+        self.backend.init_forward_metadata(batch)
+        output = self.backend.forward(self.q.flatten(1), self.k, self.v, self.layer, batch)
+        assert output.shape == (len(self.q), HEADS * HEAD_DIM)
+        return output.unflatten(1, (HEADS, HEAD_DIM))
+
+    def reference(self) -> torch.Tensor:
+        """Token by token and head by head, in float64, from the pool's content before the forward."""
+        pool = self.backend.token_to_kv_pool
+        keys, values = pool.get_key_buffer(1).double(), pool.get_value_buffer(1).double()
+        new_slots = torch.cat([own[prefix:] for own, prefix in zip(self.slots, self.prefixes, strict=True)])
+        keys[new_slots], values[new_slots] = self.k.double(), self.v.double()
+        outputs, token = [], 0
+        for own, prefix, queries in zip(self.slots, self.prefixes, self.n_queries, strict=True):
+            for j in range(queries):
+                seen = own[: prefix + j + 1]
+                for head in range(HEADS):
+                    kv_head = head // (HEADS // KV_HEADS)
+                    scores = keys[seen, kv_head] @ self.q[token, head].double() * HEAD_DIM**-0.5
+                    outputs.append(scores.softmax(0) @ values[seen, kv_head])
+                token += 1
+        return torch.stack(outputs).view(token, HEADS, HEAD_DIM)
+
+    def check(self, mode: ForwardMode) -> None:
+        expected = self.reference()
+        tolerance = TOLERANCE[self.q.dtype]
+        torch.testing.assert_close(self.run(mode).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@DTYPES
+@pytest.mark.parametrize("prefixes", [[40] * 4, [7, 120, 64, 7, 1]], ids=["one group", "ragged"])
+@pytest.mark.parametrize("width", [1, 2, 9])
+def test_the_scoring_pass_sees_the_prefix_and_the_block_up_to_itself(
+    prefixes: list[int], width: int, dtype: torch.dtype
+) -> None:
+    Case.make(prefixes, [width] * len(prefixes), dtype).check(ForwardMode.TARGET_VERIFY)
+
+
+@DTYPES
+@pytest.mark.parametrize("prefixes", [[40] * 4, [7, 120, 64, 7, 0]], ids=["one group", "ragged"])
+def test_decode(prefixes: list[int], dtype: torch.dtype) -> None:
+    Case.make(prefixes, [1] * len(prefixes), dtype).check(ForwardMode.DECODE)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("prefixes", "n_queries"),
+    [([0], [50]), ([0, 0], [20, 20]), ([30, 0, 5, 64], [10, 33, 1, 10])],
+    ids=["whole prompt", "two equal prompts", "cached prefixes and chunks"],
+)
+def test_extend(prefixes: list[int], n_queries: list[int], dtype: torch.dtype) -> None:
+    Case.make(prefixes, n_queries, dtype).check(ForwardMode.EXTEND)
+
+
+def test_prefill_and_decode_rows_in_one_pass() -> None:
+    Case.make([16, 40, 40], [12, 1, 1]).check(ForwardMode.MIXED)
+
+
+def test_rows_of_equal_shape_share_a_bucket() -> None:
+    table = torch.arange(5 * 40, dtype=torch.int32).view(5, 40)
+    buckets = plan(table, torch.tensor([4, 0, 2, 1]), [3, 3, 1, 3], [20, 20, 20, 30])
+    assert [(b.n_rows, b.n_queries, b.n_keys) for b in buckets] == [(2, 3, 20), (1, 1, 20), (1, 3, 30)]
+    assert [b.tokens.tolist() for b in buckets] == [[0, 1, 2, 3, 4, 5], [6], [7, 8, 9]]
+    assert buckets[0].slots.tolist() == [*range(160, 180), *range(20)]
+    alone = plan(table, torch.tensor([4, 0]), [3, 3], [20, 20])
+    assert [b.tokens for b in alone] == [None]
+
+
+def test_attention_of_another_kind_is_refused() -> None:
+    case = Case.make([4], [1])
+    with pytest.raises(NotImplementedError, match="sinks"):
+        case.backend.forward_decode(case.q, case.k, case.v, case.layer, None, sinks=torch.zeros(HEADS))
+
+
+@pytest.mark.parametrize(
+    ("needs", "sentence"),
+    [
+        ({"logit_cap": 30.0}, "caps logits"),
+        ({"sliding_window_size": 128}, "sliding-window"),
+        ({"is_cross_attention": True}, "cross-attention"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
+    ],
+)
+def test_models_that_need_more_are_refused_when_they_load(needs: dict[str, Any], sentence: str) -> None:
+    case = Case.make([4], [1])
+    pool = case.backend.token_to_kv_pool
+    supported = torch.nn.ModuleList([case.layer])
+    assert list(unsupported(supported, pool, torch.float32)) == []
+    needy = RadixAttention(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, layer_id=1, **needs)
+    (problem,) = unsupported(torch.nn.ModuleList([case.layer, needy]), pool, torch.float32)
+    assert sentence in problem
+    (problem,) = unsupported(supported, pool, torch.bfloat16)
+    assert "--kv-cache-dtype" in problem
+
+
+def test_slots_are_written_into_the_columns_of_their_requests() -> None:
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randint(1000, 2000, (6, 50), generator=generator, dtype=torch.int32)
+    expected = table.clone()
+    rows, start, end = torch.tensor([5, 1, 3, 0]), torch.tensor([10, 0, 7, 49]), torch.tensor([28, 18, 7, 50])
+    slots = torch.randperm(900, generator=generator)[: int((end - start).sum())]
+    taken = 0
+    for row, first, last in zip(rows.tolist(), start.tolist(), end.tolist(), strict=True):
+        for column in range(first, last):
+            expected[row, column] = slots[taken]
+            taken += 1
+    assign_slots(rows, table, start, end, slots, len(rows))
+    assert torch.equal(table, expected)
+
+
+def test_kv_moves_between_slots() -> None:
+    pool = Case.make([4], [1]).backend.token_to_kv_pool
+    source, target = torch.tensor([3, 9, 11]), torch.tensor([100, 7, 55])
+    expected = [buffer[source].clone() for buffer in pool.k_buffer + pool.v_buffer]
+    pool.move_kv_cache(target, source)
+    for buffer, moved in zip(pool.k_buffer + pool.v_buffer, expected, strict=True):
+        assert torch.equal(buffer[target], moved)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("max 100000\n", None), ("150000 100000\n", 2)])
+def test_cpu_quota(tmp_path: Path, text: str, expected: int | None) -> None:
+    (tmp_path / "cpu.max").write_text(text)
+    assert cpu_quota(tmp_path / "cpu.max") == expected
+    assert cpu_quota(tmp_path / "absent") is None
