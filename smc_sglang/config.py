@@ -37,13 +37,9 @@ class SmcRequest(BaseModel):
         None, ge=0, le=1, strict=True, description="tau: resample when ESS < tau * N. 0 = never."
     )
     resampling: Resampling | None = Field(None, description="Resampling scheme; all four are unbiased.")
-    power: float | None = Field(
-        None, gt=0, le=100, strict=True, description="alpha: the target density is p~^alpha."
-    )
+    power: float | None = Field(None, gt=0, le=100, strict=True, description="alpha: the target density is p~^alpha.")
     grammar_semantics: GrammarSemantics | None = Field(None, description="How a grammar enters the target.")
-    max_stream_lag: int | None = Field(
-        None, ge=1, strict=True, description="Most tokens that a stream may hold back."
-    )
+    max_stream_lag: int | None = Field(None, ge=1, strict=True, description="Most tokens that a stream may hold back.")
     return_particles: StrictBool | None = Field(
         None, description="Report every particle with its weight in the response."
     )
@@ -70,9 +66,7 @@ class SmcConfig(BaseModel):
         if self.n_particles > self.max_particles:
             raise ValueError(f"n_particles={self.n_particles} is above max_particles={self.max_particles}")
         if self.draft_length > self.longest_draft:
-            raise ValueError(
-                f"draft_length={self.draft_length} is above max_draft_length={self.max_draft_length}"
-            )
+            raise ValueError(f"draft_length={self.draft_length} is above max_draft_length={self.max_draft_length}")
         return self
 
     @property

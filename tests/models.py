@@ -76,8 +76,6 @@ def word_tokenizer(path: Path, vocab_size: int) -> None:
     # The fallback is not declared to transformers: it would be a special token, and decoding drops those.
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t2"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>", pad_token="<eos>"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>", pad_token="<eos>")
     fast.chat_template = _CHAT_TEMPLATE
     fast.save_pretrained(path)

@@ -54,7 +54,11 @@ def check(request: Any, sampling: SamplingParams) -> None:
         ValueError: one sentence that names the field and what to do.
     """
     params = SmcParams.resolve((sampling.custom_params or {}).get("smc"), SmcConfig.current())
-    for problem in (*_smc_problems(params, sampling), *_sampling_problems(sampling), *_request_problems(request)):
+    for problem in (
+        *_smc_problems(params, sampling),
+        *_sampling_problems(sampling),
+        *_request_problems(request),
+    ):
         raise ValueError(problem)
 
 
@@ -73,9 +77,7 @@ def _smc_problems(params: SmcParams, sampling: SamplingParams) -> Iterator[str]:
 def _sampling_problems(sampling: SamplingParams) -> Iterator[str]:
     for name, neutral in _NEUTRAL.items():
         value = getattr(sampling, name)
-        if value != neutral and value:
-            yield f"{name}={value!r} is not supported yet: leave it out (neutral value: {neutral!r})"
-        elif value != neutral and neutral:  # 0 where the neutral value is not 0
+        if (value != neutral and value) or (value != neutral and neutral):
             yield f"{name}={value!r} is not supported yet: leave it out (neutral value: {neutral!r})"
     if sampling.top_k not in (1, TOP_K_ALL):
         yield f"top_k={sampling.top_k} is not supported yet: use -1 (all tokens) or 1 (greedy)"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from array import array
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,6 @@ from smc_sglang.engine.worker import CycleResult, PrefillResult
 from smc_sglang.smc import step
 from smc_sglang.smc.resampling import arrange
 from smc_sglang.smc.rng import Stream, uniforms
-from smc_sglang.smc.weights import Weights
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -118,9 +116,7 @@ class Coordinator:
         assert result.first_log_weights is not None
         forked: list[Req] = []
         newborn: list[Req] = []
-        for req, tokens, log_weight in zip(
-            batch.reqs, result.first_tokens, result.first_log_weights, strict=True
-        ):
+        for req, tokens, log_weight in zip(batch.reqs, result.first_tokens, result.first_log_weights, strict=True):
             own = role(req)
             if isinstance(own, Solo) and own.draft_length == 0:
                 # Only the target runs on what comes now: it must not be offered to requests that draft.
@@ -230,9 +226,7 @@ class Coordinator:
         """Draw one particle with probability W_i; log Z^ takes in the weights."""
         assert group.weights is not None
         length = max(len(particle.tokens) for particle in group.particles)
-        uniform = uniforms(
-            torch.tensor(group.seed), torch.tensor(0), torch.tensor(length), Stream.SETTLE
-        )
+        uniform = uniforms(torch.tensor(group.seed), torch.tensor(0), torch.tensor(length), Stream.SETTLE)
         index, log_z_increment = step.settle(group.weights, uniform.to(group.weights.log_weights.device))
         group.log_z += float(log_z_increment)
         return group.particles[int(index)]

@@ -91,7 +91,7 @@ def _decide_alike(
     log_z, ess = resampled.log_z_increment.tolist(), resampled.ess.tolist()
     return {
         group: Verdict(
-            weights=Weights(resampled.weights.log_weights[i]),
+            weights=resampled.weights[i],
             ancestors=ancestors[i] if did[i] else None,
             log_z_increment=log_z[i],
             ess=ess[i],

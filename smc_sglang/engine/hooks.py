@@ -121,7 +121,11 @@ def _row_headroom(headroom: int) -> int:
 
 
 def _graph_dummy(
-    original: Callable[..., Any], spec_algorithm: Any, custom_mask: Any, num_tokens_per_req: int, is_draft_worker: bool
+    original: Callable[..., Any],
+    spec_algorithm: Any,
+    custom_mask: Any,
+    num_tokens_per_req: int,
+    is_draft_worker: bool,
 ) -> Any:
     from smc_sglang.engine.algorithm import SmcAlgorithm
     from smc_sglang.engine.scoring import ScoreInput

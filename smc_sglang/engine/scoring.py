@@ -52,9 +52,7 @@ class ScoreInput(SpecInput):
         if self._req_to_token is None:
             raise RuntimeError("a graph stand-in without a row table cannot plan attention")
         n_rows = req_pool_indices.numel()
-        kv_indptr, kv_indices = paged_kv(
-            self._req_to_token, req_pool_indices, paged_kernel_lens + self.draft_token_num
-        )
+        kv_indptr, kv_indices = paged_kv(self._req_to_token, req_pool_indices, paged_kernel_lens + self.draft_token_num)
         qo_indptr = torch.arange(n_rows + 1, dtype=torch.int32, device=kv_indptr.device) * self.draft_token_num
         return kv_indices, kv_indptr, qo_indptr, None
 

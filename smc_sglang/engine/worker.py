@@ -221,12 +221,10 @@ class _BlockForwards:
         """The target's logits after every block token, [n_rows, width, vocab]: one TARGET_VERIFY forward."""
         batch, (n_rows, width) = copy.copy(self._batch), tokens.shape
         batch.forward_mode = ForwardMode.TARGET_VERIFY
-        batch.input_ids = tokens.clamp(min=0).reshape(-1)
+        batch.input_ids = tokens.reshape(-1)
         batch.seq_lens, batch.seq_lens_cpu, batch.seq_lens_sum = self._committed, self._committed_cpu, None
         batch.out_cache_loc = self._slots.reshape(-1)
-        batch.spec_info = ScoreInput(
-            self._positions.reshape(-1), width, self._batch.req_to_token_pool.req_to_token
-        )
+        batch.spec_info = ScoreInput(self._positions.reshape(-1), width, self._batch.req_to_token_pool.req_to_token)
         result = self._worker.target_worker.forward_batch_generation(batch, is_verify=True)
         self.logits_output, self.can_run_cuda_graph = result.logits_output, result.can_run_cuda_graph
         return result.logits_output.next_token_logits.view(n_rows, width, -1)
@@ -287,12 +285,14 @@ def _describe(batch: ScheduleBatch, pending: torch.Tensor) -> step.Rows:
     rows = [_row(req) for req in batch.reqs]
     draft_lengths = tuple(row.draft_length for row in rows)
     sampling = [req.sampling_params for req in batch.reqs]
+    greedy = [own.top_k == 1 for own in sampling]
     return step.Rows(
         pending=pending,
         draft_lengths=torch.tensor(draft_lengths, dtype=torch.int64, device=device),
         draft_lengths_list=draft_lengths,
         temperatures=torch.tensor([own.temperature for own in sampling], dtype=torch.float32, device=device),
-        greedy=torch.tensor([own.top_k == 1 for own in sampling], dtype=torch.bool, device=device),
+        greedy=torch.tensor(greedy, dtype=torch.bool, device=device),
+        any_greedy=any(greedy),
         powers=torch.tensor([row.power for row in rows], dtype=torch.float32, device=device),
         seeds=torch.tensor([row.seed for row in rows], dtype=torch.int64, device=device),
         particles=torch.tensor([row.particle for row in rows], dtype=torch.int64, device=device),

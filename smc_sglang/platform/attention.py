@@ -33,14 +33,10 @@ class Bucket:
     n_queries: int
     n_keys: int
     slots: torch.Tensor  # int32 [n_rows * n_keys], KV slots, row-major
-    tokens: (
-        torch.Tensor | None
-    )  # int64 [n_rows * n_queries], their tokens in the batch; None: the whole batch
+    tokens: torch.Tensor | None  # int64 [n_rows * n_queries], their tokens in the batch; None: the whole batch
     _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
-    def attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
         """Causal attention of every row's queries, which are its last tokens.
 
         Heads that share a KV head are folded into the query axis, so keys and values are never repeated.
@@ -167,9 +163,7 @@ class TorchCpuAttention(AttentionBackend):
             NotImplementedError: the model passes arguments that belong to another kind of attention.
         """
         if extras:
-            raise NotImplementedError(
-                f"the torch CPU platform has no attention with {', '.join(sorted(extras))}"
-            )
+            raise NotImplementedError(f"the torch CPU platform has no attention with {', '.join(sorted(extras))}")
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)

@@ -23,9 +23,7 @@ SPECULATIVE_ALGORITHMS = ("SMC",)
 _MEM_FRACTION = 0.8  # of the memory that is free at start-up, for weights and KV together
 _MAX_TOTAL_TOKENS = 65_536
 _MAX_RUNNING_REQUESTS = 64
-_CHUNKED_PREFILL_SIZE = (
-    1024  # tokens; oneDNN's matmuls gain nothing from larger ones, decoding rows wait for them
-)
+_CHUNKED_PREFILL_SIZE = 1024  # tokens; oneDNN's matmuls gain nothing from larger ones, decoding rows wait for them
 
 _CGROUP_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -76,6 +74,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             _check_attention_backends(server_args)
         # Nothing runs beside the host here, so there is nothing to overlap with.
         server_args.disable_overlap_schedule = True
+        if server_args.dtype == "auto" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            # Without AVX-512 torch converts around every bfloat16 product: several times slower than float32.
+            server_args.dtype = "float32"
         if server_args.mem_fraction_static is None:
             server_args.mem_fraction_static = _MEM_FRACTION
         if server_args.max_total_tokens is None:

@@ -26,7 +26,5 @@ def _has_accelerator() -> bool:
         or torch.xpu.is_available()
         or torch.backends.mps.is_available()
         # Added to torch by their vendors' extensions.
-        or any(
-            hasattr(torch, name) and getattr(torch, name).is_available() for name in ("npu", "musa", "hpu")
-        )
+        or any(hasattr(torch, name) and getattr(torch, name).is_available() for name in ("npu", "musa", "hpu"))
     )

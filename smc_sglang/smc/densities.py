@@ -36,9 +36,7 @@ class Density:
             float32 [n_rows, k].
         """
         # By position: the whole block's densities would be several times the largest tensor of the cycle.
-        picked = [
-            self.log_probs(logits[:, k]).gather(-1, tokens[:, k : k + 1]) for k in range(tokens.shape[1])
-        ]
+        picked = [self.log_probs(logits[:, k]).gather(-1, tokens[:, k : k + 1]) for k in range(tokens.shape[1])]
         return torch.cat(picked, dim=1) if picked else logits.new_empty(tokens.shape, dtype=torch.float32)
 
 

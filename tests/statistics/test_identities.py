@@ -70,9 +70,7 @@ def assert_unbiased(log_z: Tensor, expected: float, precision: float) -> None:
         (5, 1, 1.0, "multinomial"),
     ],
 )
-def test_z_is_one_on_average(
-    toy: Toy, n_particles: int, draft_length: int, threshold: float, scheme: str
-) -> None:
+def test_z_is_one_on_average(toy: Toy, n_particles: int, draft_length: int, threshold: float, scheme: str) -> None:
     runs = run(toy, 40_000, n_particles, draft_length, threshold=threshold, scheme=scheme, seed=1)
     assert_unbiased(runs.log_z, 1.0, precision=0.01)
     assert (runs.n_resampled > 0) == (threshold > 0 and n_particles > 1)
@@ -139,12 +137,8 @@ def test_no_draft_is_plain_decoding(toy: Toy) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["systematic", "stratified", "residual", "multinomial"])
-@pytest.mark.parametrize(
-    ("n_particles", "shrink_to"), [(8, {0: 3}), (8, {1: 1}), (8, {0: 5, 1: 2}), (2, {0: 7})]
-)
-def test_a_change_of_size_keeps_z_unbiased(
-    toy: Toy, scheme: str, n_particles: int, shrink_to: dict[int, int]
-) -> None:
+@pytest.mark.parametrize(("n_particles", "shrink_to"), [(8, {0: 3}), (8, {1: 1}), (8, {0: 5, 1: 2}), (2, {0: 7})])
+def test_a_change_of_size_keeps_z_unbiased(toy: Toy, scheme: str, n_particles: int, shrink_to: dict[int, int]) -> None:
     runs = run(toy, 20_000, n_particles, 1, scheme=scheme, shrink_to=shrink_to, seed=7)
     assert_unbiased(runs.log_z, 1.0, precision=0.015)
 

@@ -155,9 +155,7 @@ def run(
         now = population.tokens.shape[-1] - len(START)
         shape = population.ended_at.shape
         models = _Models(toy, population.tokens[..., -2].flatten())
-        block = step.propose_and_score(
-            _rows(population.tokens, seeds, draft_length, power), models.draft, models.score
-        )
+        block = step.propose_and_score(_rows(population.tokens, seeds, draft_length, power), models.draft, models.score)
         population, valid = population.extended(block.tokens.unflatten(0, shape), toy.length)
         weights = step.weigh(population.weights, block.log_increments.unflatten(0, shape), valid)
 
@@ -184,12 +182,8 @@ def run(
     return Runs(torch.stack(answers, dim=1), log_z + increment, torch.stack(ess, dim=1), n_resampled)
 
 
-def _shrunk(
-    population: Population, scheme: Scheme, seeds: Tensor, n: int, position: int
-) -> tuple[Population, Tensor]:
-    ancestors, increment = step.shrink(
-        population.weights, scheme, _uniforms(seeds, n, position, Stream.SHRINK)
-    )
+def _shrunk(population: Population, scheme: Scheme, seeds: Tensor, n: int, position: int) -> tuple[Population, Tensor]:
+    ancestors, increment = step.shrink(population.weights, scheme, _uniforms(seeds, n, position, Stream.SHRINK))
     return population.of(ancestors, Weights.uniform(len(seeds), n)), increment
 
 

@@ -110,9 +110,7 @@ def test_arrange_is_batched(values: list[list[int]]) -> None:
 
 
 def test_resample_decides_by_group() -> None:
-    weights = Weights(
-        torch.tensor([[0.0, -9.0, -9.0], [0.0, -0.1, 0.1], [-math.inf] * 3], dtype=torch.float64)
-    )
+    weights = Weights(torch.tensor([[0.0, -9.0, -9.0], [0.0, -0.1, 0.1], [-math.inf] * 3], dtype=torch.float64))
     outcome = step.resample(weights, torch.full((3,), 0.5), SCHEMES["systematic"], draws(3, 3))
     assert outcome.resampled.tolist() == [True, False, False]
     assert outcome.ancestors.tolist() == [[0, 0, 0], [0, 1, 2], [0, 1, 2]]

@@ -49,9 +49,7 @@ def test_streams_are_independent(a: Stream, b: Stream) -> None:
 
 
 def test_no_two_draws_share_a_number() -> None:
-    seeds, particles, positions = torch.meshgrid(
-        torch.arange(-3, 4), torch.arange(32), torch.arange(64), indexing="ij"
-    )
+    seeds, particles, positions = torch.meshgrid(torch.arange(-3, 4), torch.arange(32), torch.arange(64), indexing="ij")
     drawn = torch.cat([uniforms(seeds, particles, positions, stream).flatten() for stream in Stream])
     assert len(drawn.unique()) == len(drawn)
 

@@ -71,9 +71,7 @@ def test_float32_is_widened() -> None:
 
 
 def test_weigh_counts_tokens_through_the_finishing_one() -> None:
-    increments = torch.tensor(
-        [[[1.0, 2.0, 4.0], [1.0, math.nan, math.inf], [7.0, 7.0, 7.0]]], dtype=torch.float64
-    )
+    increments = torch.tensor([[[1.0, 2.0, 4.0], [1.0, math.nan, math.inf], [7.0, 7.0, 7.0]]], dtype=torch.float64)
     weights = step.weigh(Weights.uniform(1, 3), increments, torch.tensor([[3, 1, 0]]))
     assert weights.log_weights.tolist() == [[7.0, 1.0, 0.0]]
     with pytest.raises(ValueError, match="NaN"):

@@ -1,0 +1,335 @@
+"""The server as its users meet it: over HTTP, with a real engine and the embedded demo pair."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from server.models import SmcReport, SmcServerConfig
+from smc_sglang.cli import DEMO_NAME
+
+pytestmark = pytest.mark.engine
+
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+ASK: dict[str, Any] = {
+    "model": DEMO_NAME,
+    "messages": QUESTION,
+    "temperature": 0.7,
+    "max_tokens": 24,
+    "seed": 7,
+    "smc": {"n_particles": 4, "draft_length": 4},
+}
+COMPLETE: dict[str, Any] = {
+    "prompt": "The capital of France is",
+    "temperature": 0.7,
+    "max_tokens": 12,
+    "seed": 1,
+}
+NATIVE: dict[str, Any] = {
+    "text": "The capital of France is",
+    "sampling_params": {"temperature": 0.7, "max_new_tokens": 12, "sampling_seed": 1},
+}
+PLAIN = {CHAT: ASK, COMPLETIONS: COMPLETE, GENERATE: NATIVE}
+
+
+def post(http: httpx.Client, path: str, body: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The answer to a request that must succeed; a change to None leaves the field out."""
+    request = {key: value for key, value in (body | changes).items() if value is not None}
+    response = http.post(path, json=request)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The data events of a stream, which must end with [DONE]."""
+    done = False
+    for line in response.iter_lines():
+        if line:
+            assert line.startswith("data: "), line
+            assert not done, "data after [DONE]"
+            done = line == "data: [DONE]"
+            if not done:
+                yield json.loads(line.removeprefix("data: "))
+    assert done, "a stream ends with [DONE]"
+
+
+def streamed(http: httpx.Client, path: str, body: dict[str, Any], **changes: Any) -> list[dict[str, Any]]:
+    with http.stream("POST", path, json=body | changes | {"stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        return list(events(response))
+
+
+def joined(chunks: list[dict[str, Any]]) -> str:
+    """The text of a chat stream."""
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+# -- answers -------------------------------------------------------------------------------------------------
+
+
+def test_chat_answers_and_reports(http: httpx.Client) -> None:
+    answers = [post(http, CHAT, ASK, seed=seed) for seed in (1, 2, 3)]
+    assert any("Paris" in answer["choices"][0]["message"]["content"] for answer in answers)
+    for answer in answers:
+        assert answer["model"] == DEMO_NAME
+        report = SmcReport.model_validate(answer["smc"])
+        assert (report.mode, report.n_particles, report.draft_length) == ("smc", 4, 4)
+        assert report.cycles >= 1
+        assert 1 <= report.mean_ess <= 4
+        assert report.particles is None
+
+
+def test_same_seed_same_answer_and_stream(http: httpx.Client) -> None:
+    plain = post(http, CHAT, ASK)
+    again = post(http, CHAT, ASK)
+    chunks = streamed(http, CHAT, ASK)
+    text = plain["choices"][0]["message"]["content"]
+    assert again["choices"][0]["message"]["content"] == text
+    assert joined(chunks) == text
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    finishes = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+    assert finishes[-1] == plain["choices"][0]["finish_reason"]
+    assert set(finishes[:-1]) == {None}
+
+
+def test_stream_reports_on_its_last_event(http: httpx.Client) -> None:
+    chunks = streamed(http, CHAT, ASK)
+    assert chunks[-1]["choices"][0]["finish_reason"]
+    assert SmcReport.model_validate(chunks[-1]["smc"]).mode == "smc"
+    assert all("smc" not in chunk for chunk in chunks[:-1])
+
+
+def test_stream_with_usage_reports_on_the_usage_event(http: httpx.Client) -> None:
+    plain = post(http, CHAT, ASK)
+    chunks = streamed(http, CHAT, ASK, stream_options={"include_usage": True})
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
+    assert chunks[-1]["smc"]["cycles"] == plain["smc"]["cycles"]
+    assert all("smc" not in chunk for chunk in chunks[:-1])
+
+
+def test_particles_on_request(http: httpx.Client) -> None:
+    answer = post(http, CHAT, ASK, smc={"n_particles": 3, "return_particles": True})
+    report = SmcReport.model_validate(answer["smc"])
+    assert report.particles is not None
+    assert len(report.particles) == 3
+    assert sum(particle.weight for particle in report.particles) == pytest.approx(1)
+    assert answer["choices"][0]["message"]["content"] in [particle.text for particle in report.particles]
+
+
+def test_server_defaults_apply(http: httpx.Client) -> None:
+    report = post(http, CHAT, ASK, smc=None)["smc"]
+    assert (report["n_particles"], report["draft_length"]) == (4, 4)
+
+
+def test_mode_off(http: httpx.Client) -> None:
+    answer = post(http, CHAT, ASK, smc={"mode": "off"})
+    assert answer["choices"][0]["message"]["content"]
+    assert answer["smc"]["mode"] == "off"
+    assert answer["smc"]["n_particles"] == 1
+
+
+def test_completions(http: httpx.Client) -> None:
+    answer = post(http, COMPLETIONS, COMPLETE)
+    chunks = streamed(http, COMPLETIONS, COMPLETE)
+    assert answer["model"] == DEMO_NAME
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == answer["choices"][0]["text"]
+    assert SmcReport.model_validate(answer["smc"]).cycles == SmcReport.model_validate(chunks[-1]["smc"]).cycles
+
+
+def test_completions_of_several_prompts_report_each(http: httpx.Client) -> None:
+    answer = post(http, COMPLETIONS, COMPLETE, prompt=["One, two,", "A, B,"])
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [SmcReport.model_validate(report).mode for report in answer["smc"]] == ["smc", "smc"]
+    chunks = streamed(http, COMPLETIONS, COMPLETE, prompt=["One, two,", "A, B,"])
+    assert len(chunks[-1]["smc"]) == 2
+
+
+def test_generate_reports_in_meta_info(http: httpx.Client) -> None:
+    answer = post(http, GENERATE, NATIVE, smc={"n_particles": 2})
+    assert answer["meta_info"]["smc"]["n_particles"] == 2
+    assert "smc" not in answer
+    chunks = streamed(http, GENERATE, NATIVE, smc={"n_particles": 2})
+    assert chunks[-1]["text"] == answer["text"]
+    assert chunks[-1]["meta_info"]["smc"] == answer["meta_info"]["smc"]
+
+
+def test_one_token(http: httpx.Client) -> None:
+    answer = post(http, CHAT, ASK, max_tokens=1)
+    assert answer["usage"]["completion_tokens"] == 1
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert SmcReport.model_validate(answer["smc"]).mode == "smc"
+
+
+def test_stop_string(http: httpx.Client) -> None:
+    greedy = {"temperature": 0, "smc": None}
+    text = post(http, CHAT, ASK, **greedy)["choices"][0]["message"]["content"]
+    stop = text[4:9]
+    cut = post(http, CHAT, ASK, **greedy, stop=[stop])
+    assert cut["choices"][0]["message"]["content"] == text[: text.index(stop)]
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    sampled = post(http, CHAT, ASK, stop=["a", "e"])["choices"][0]
+    assert not {"a", "e"} & set(sampled["message"]["content"])
+
+
+# -- clients and other routes --------------------------------------------------------------------------------
+
+
+def test_openai_client(http: httpx.Client) -> None:
+    with openai.OpenAI(
+        base_url=f"{str(http.base_url).rstrip('/')}/v1", api_key="none", max_retries=0, timeout=120
+    ) as client:
+        smc = {"smc": {"n_particles": 2}}
+        arguments: Any = {
+            "model": DEMO_NAME,
+            "messages": QUESTION,
+            "max_tokens": 12,
+            "seed": 3,
+            "temperature": 0.7,
+        }
+        answer = client.chat.completions.create(**arguments, extra_body=smc)
+        assert answer.model_extra is not None
+        assert answer.model_extra["smc"]["n_particles"] == 2
+        with client.chat.completions.create(**arguments, extra_body=smc, stream=True) as stream:
+            chunks = list(stream)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == answer.choices[0].message.content
+        assert chunks[-1].model_extra is not None
+        assert chunks[-1].model_extra["smc"]["n_particles"] == 2
+        for streams in (False, True):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.chat.completions.create(**arguments, extra_body={"smc": {"n_particles": 0}}, stream=streams)
+            assert refused.value.param == "smc.n_particles"
+        with pytest.raises(openai.NotFoundError) as missing:
+            client.chat.completions.create(**arguments | {"model": "no-such-model"})
+        assert missing.value.code == "model_not_found"
+        assert [model.id for model in client.models.list()] == [DEMO_NAME]
+
+
+def test_server_config(http: httpx.Client) -> None:
+    config = SmcServerConfig.model_validate(http.get("/v1/smc/config").json())
+    assert config.model == DEMO_NAME
+    assert config.draft_model
+    assert (config.defaults.n_particles, config.defaults.draft_length) == (4, 4)
+    assert (config.limits.n_particles, config.limits.draft_length) == (64, 4)
+    assert http.get("/openapi.json").json()["components"]["schemas"]["SmcRequest"]["properties"]["draft_length"][
+        "maximum"
+    ] == (4)
+
+
+@pytest.mark.parametrize("path", ["/health", "/health_generate", "/v1/models", "/docs", "/metrics"])
+def test_sglangs_own_routes(http: httpx.Client, path: str) -> None:
+    assert http.get(path).status_code == 200
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+SMC_FAULTS = [
+    ({"smc": {"n_particles": 0}}, "smc.n_particles"),
+    ({"smc": {"n_particles": 65}}, "smc.n_particles"),
+    ({"smc": {"n_particles": "4"}}, "smc.n_particles"),
+    ({"smc": {"draft_length": 0}}, "smc.draft_length"),
+    ({"smc": {"draft_length": 5}}, "smc.draft_length"),
+    ({"smc": {"resample_threshold": 2}}, "smc.resample_threshold"),
+    ({"smc": {"resampling": "best"}}, "smc.resampling"),
+    ({"smc": {"power": 0}}, "smc.power"),
+    ({"smc": {"mode": "fast"}}, "smc.mode"),
+    ({"smc": {"partikles": 4}}, "smc.partikles"),
+    ({"smc": []}, "smc"),
+    ({"tempurature": 0}, "tempurature"),
+]
+OPENAI_FAULTS = [
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": 0}, "top_k"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"seed": "x"}, "seed"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop": 5}, "stop"),
+    ({"n": 100_000}, "n"),
+    ({"frequency_penalty": 3}, "frequency_penalty"),
+    ({"logit_bias": {"999999": 1}}, "logit_bias"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
+    ({"model": 5}, "model"),
+]
+FAULTS = [
+    *((path, fault, field) for path in PLAIN for fault, field in SMC_FAULTS),
+    *((path, fault, field) for path in (CHAT, COMPLETIONS) for fault, field in OPENAI_FAULTS),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": None}, "messages"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+    (COMPLETIONS, {"prompt": ""}, "prompt"),
+    (COMPLETIONS, {"prompt": None}, "prompt"),
+    (COMPLETIONS, {"best_of": 4}, "best_of"),
+    (GENERATE, {"sampling_params": {"tempurature": 0}}, "tempurature"),
+    (GENERATE, {"sampling_params": {"temperature": -1}}, "temperature"),
+    (GENERATE, {"sampling_params": {"temperature": "hot"}}, "temperature"),
+    (GENERATE, {"sampling_params": 5}, "sampling_params"),
+]
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize(("path", "fault", "field"), FAULTS)
+def test_a_bad_request_is_400_and_names_the_field(
+    http: httpx.Client, path: str, fault: dict[str, Any], field: str, streams: bool
+) -> None:
+    response = http.post(path, json=PLAIN[path] | {"stream": streams} | fault)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert field.split(".")[-1] in error["message"].lower()
+    assert "\n" not in error["message"]
+    assert len(error["message"]) < 400
+
+
+@pytest.mark.parametrize("path", list(PLAIN))
+def test_requests_after_the_bad_ones_are_fine(http: httpx.Client, path: str) -> None:
+    post(http, path, PLAIN[path])
+
+
+@pytest.mark.parametrize("path", list(PLAIN))
+def test_malformed_json(http: httpx.Client, path: str) -> None:
+    response = http.post(path, content=b'{"prompt": ', headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert "JSON" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_unknown_model(http: httpx.Client, path: str) -> None:
+    response = http.post(path, json=PLAIN[path] | {"model": "no-such-model"})
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+    assert post(http, path, PLAIN[path], model="default")["model"] == DEMO_NAME
+
+
+# -- clients that leave --------------------------------------------------------------------------------------
+
+
+def is_idle(http: httpx.Client) -> bool:
+    """SGLang flushes its cache only when no request is running or waiting."""
+    return http.post("/flush_cache").status_code == 200
+
+
+def test_a_client_that_leaves_ends_its_request(http: httpx.Client) -> None:
+    body = ASK | {"stream": True, "ignore_eos": True, "max_tokens": 1000}
+    with http.stream("POST", CHAT, json=body) as response:
+        next(events(response))
+        assert not is_idle(http)
+    deadline = time.monotonic() + 15  # SGLang aborts two seconds after the client has gone
+    while not is_idle(http):
+        assert time.monotonic() < deadline, "the request of a client that left goes on"
+        time.sleep(0.5)
+    assert http.get("/health").status_code == 200
+    post(http, CHAT, ASK)
