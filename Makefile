@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# SGLang's start-up is imports, in three processes: from source it takes three times as long.
+unexport PYTHONDONTWRITEBYTECODE
 LOCK := uv pip compile --quiet --universal --generate-hashes --no-annotate --no-header --python-version 3.11 \
 	--extra test pyproject.toml --output-file requirements.lock
 

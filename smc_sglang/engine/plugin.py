@@ -14,6 +14,4 @@ def activate() -> None:
 
     algorithm.register()
     if version("sglang") == hooks.SUPPORTED_SGLANG:
-        from smc_sglang.platform import hooks as _cpu  # noqa: F401  registers the CPU attention backend
-
         hooks.register()

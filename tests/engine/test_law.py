@@ -66,16 +66,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Enumerable]:
     tiny_llama(target, VOCAB, seed=3, max_position=64)
     word_tokenizer(target, VOCAB)
     perturbed(target, draft, noise=0.5, seed=4)
-    engine = smc_sglang.Engine(
-        model_path=str(target),
-        draft_model_path=str(draft),
-        n_particles=4,
-        draft_length=2,
-        dtype="float32",
-        max_total_tokens=20_000,
-        max_running_requests=256,
-        log_level="error",
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # a model this small only loses by more
+        engine = smc_sglang.Engine(
+            model_path=str(target),
+            draft_model_path=str(draft),
+            n_particles=4,
+            draft_length=2,
+            dtype="float32",
+            max_total_tokens=20_000,
+            max_running_requests=256,
+            log_level="error",
+        )
     yield Enumerable(engine, target, draft)
     engine.shutdown()
 

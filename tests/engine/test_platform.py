@@ -15,8 +15,6 @@ from tests.models import tiny_llama
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(activate() is None, reason="this machine's accelerator has a platform of its own"),
-    # SGLang's tokenizer leaves its sockets' context to the collector.
-    pytest.mark.filterwarnings("ignore:[Uu]nclosed context:ResourceWarning"),
 ]
 
 VOCAB, CHUNK = 64, 32
