@@ -37,7 +37,8 @@ HARMLESS = frozenset(
         "user",
     }
 )
-# OpenAI's fields that would change the answer and that SGLang ignores -> the values that ask for nothing.
+# OpenAI's fields that would change the answer and that are ignored or not supported yet -> the values that ask for
+# nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -46,6 +47,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -97,6 +100,7 @@ class Intake:
         if not isinstance(request, dict):
             raise RequestError(f"the request body must be a JSON object, got {_kind(request)}")
         _check_fields(route, request)
+        _check_prompts(request)
         if route.openai:
             self._check_openai(request)
             request["model"] = self._model(request.get("model"))
@@ -172,6 +176,17 @@ def _check_fields(route: Route, request: dict[str, Any]) -> None:
     for field in request:
         if field not in route.known:
             raise unknown_field(field, route.known, route.path)
+
+
+def _check_prompts(request: dict[str, Any]) -> None:
+    """Refuse a prompt without tokens: there is nothing to predict from."""
+    for field in ("prompt", "text", "input_ids"):
+        value = request.get(field)
+        if value is None:
+            continue
+        several = isinstance(value, list) and value and not isinstance(value[0], int)
+        if any(prompt in ("", []) for prompt in (value if several else [value])):
+            raise RequestError(f"{field} must not be empty", param=field)
 
 
 def unknown_field(field: str, known: Collection[str], owner: str) -> RequestError:

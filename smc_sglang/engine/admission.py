@@ -6,7 +6,7 @@ share it. A request that passes can still be too large for the server's KV pool:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
@@ -44,15 +44,18 @@ _REQUEST_FLAGS = {
 }
 
 
-def check(request: Any, sampling: SamplingParams) -> None:
+def check(request: Any, sampling: SamplingParams, input_ids: Sequence[int] | None) -> None:
     """Refuse what this version does not honour.
 
     Args:
         request: SGLang's `GenerateReqInput` (one request).
         sampling: its sampling parameters, normalised.
+        input_ids: its prompt; SGLang's scheduler does not survive an empty one.
     Raises:
         ValueError: one sentence that names the field and what to do.
     """
+    if input_ids is None or len(input_ids) == 0:
+        raise ValueError("The prompt has no tokens")
     params = SmcParams.resolve((sampling.custom_params or {}).get("smc"), SmcConfig.current())
     for problem in (
         *_smc_problems(params, sampling),

@@ -153,7 +153,7 @@ def _admit(tokenized: Any, manager: Any, request: Any, *_: Any, **__: Any) -> No
     from smc_sglang.engine.admission import check
 
     if _runs_smc(manager.server_args) and hasattr(tokenized, "sampling_params"):
-        check(request, tokenized.sampling_params)
+        check(request, tokenized.sampling_params, tokenized.input_ids)
 
 
 def _report(original: Callable[..., None], meta_info: dict[str, Any], state: Any, key: str, values: list[Any]) -> None:

@@ -191,6 +191,12 @@ def test_refusals_name_the_field(tiny: TinyEngine, sampling: dict[str, Any], wor
     assert tiny.generate(PROMPT, temperature=1.0, max_new_tokens=3)["output_ids"]
 
 
+def test_an_empty_prompt_is_refused(tiny: TinyEngine) -> None:
+    with pytest.raises(ValueError, match="no tokens"):
+        tiny.generate([], temperature=1.0, max_new_tokens=3)
+    assert tiny.generate(PROMPT, temperature=1.0, max_new_tokens=3)["output_ids"]
+
+
 def test_logprobs_are_refused(tiny: TinyEngine) -> None:
     with pytest.raises(ValueError, match="logprobs"):
         tiny.engine.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 2}, return_logprob=True)

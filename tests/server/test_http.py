@@ -263,13 +263,30 @@ OPENAI_FAULTS = [
     ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
     ({"model": 5}, "model"),
 ]
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+UNSUPPORTED = [  # by this version, with the words that the refusal uses
+    ({"top_p": 0.9}, "top_p"),
+    ({"top_k": 20}, "top_k"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"repetition_penalty": 1.2}, "repetition_penalty"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"n": 2}, "n=2"),
+    ({"logprobs": True}, "logprobs"),
+    ({"response_format": {"type": "json_object"}}, "json_schema"),
+    ({"tools": [_TOOL]}, "tools"),
+    ({"smc": {"mode": "exact"}}, "smc.mode"),
+    ({"smc": {"max_stream_lag": 8}}, "smc.max_stream_lag"),
+]
 FAULTS = [
+    *((CHAT, fault, field) for fault, field in UNSUPPORTED),
     *((path, fault, field) for path in PLAIN for fault, field in SMC_FAULTS),
     *((path, fault, field) for path in (CHAT, COMPLETIONS) for fault, field in OPENAI_FAULTS),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": None}, "messages"),
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
     (COMPLETIONS, {"prompt": ""}, "prompt"),
+    (COMPLETIONS, {"prompt": ["Hi", ""]}, "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt"),
     (COMPLETIONS, {"prompt": None}, "prompt"),
     (COMPLETIONS, {"best_of": 4}, "best_of"),
     (GENERATE, {"sampling_params": {"tempurature": 0}}, "tempurature"),

@@ -54,6 +54,16 @@ def test_generate_with_one_sampling_params_per_prompt(intake: Intake) -> None:
     assert [entry["custom_params"]["smc"] for entry in params] == [{"n_particles": 2}] * 2
 
 
+@pytest.mark.parametrize("prompt", ["", [], ["Hi", ""], [[1, 2], []]])
+def test_prompts_without_tokens_are_refused(intake: Intake, prompt: Any) -> None:
+    assert refusal(intake, NATIVE, {"text": prompt}).param == "text"
+
+
+@pytest.mark.parametrize("prompt", ["Hi", ["Hi", "you"]])
+def test_prompts_with_tokens_pass(intake: Intake, prompt: Any) -> None:
+    assert rewritten(intake, NATIVE, {"text": prompt})["text"] == prompt
+
+
 def test_bodies_without_smc_get_no_custom_params(intake: Intake) -> None:
     assert rewritten(intake, CHAT, {"messages": [], "smc": None}) == {"messages": [], "model": "tiny"}
 
