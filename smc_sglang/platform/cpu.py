@@ -72,6 +72,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.attention_backend = ATTENTION_BACKEND
         if speculative:
             _check_attention_backends(server_args)
+        # An idle scheduler polls: on a device's host that is nobody's core, here it is one of a few.
+        server_args.sleep_on_idle = True
         # Nothing runs beside the host here, so there is nothing to overlap with.
         server_args.disable_overlap_schedule = True
         if server_args.dtype == "auto" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -1,4 +1,8 @@
-"""One engine per configuration: real SGLang on tiny float32 checkpoints, under SGLang's strict memory checks."""
+"""One engine per configuration: real SGLang on tiny float32 checkpoints, under SGLang's strict memory checks.
+
+`Engine.shutdown` ends every child of this process, other engines included, so one lives at a time: the modules that share
+`tiny` come last in this folder.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from tests.engine.tiny import CONTEXT, POOL, VOCAB, TinyEngine
 from tests.models import perturbed, tiny_llama, word_tokenizer
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyEngine]:
     """The general engine: a context of 256 tokens, a KV pool small enough to run full."""
     import smc_sglang
