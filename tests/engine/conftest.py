@@ -1,7 +1,7 @@
 """One engine per configuration: real SGLang on tiny float32 checkpoints, under SGLang's strict memory checks.
 
-`Engine.shutdown` ends every child of this process, other engines included, so one lives at a time: the modules that share
-`tiny` come last in this folder.
+`Engine.shutdown` ends every child of this process, other engines included, so one lives at a time: the modules that
+share `tiny` come last in this folder.
 """
 
 from __future__ import annotations
