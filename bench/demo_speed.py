@@ -15,10 +15,9 @@ import smc_sglang
 from smc_sglang.demo import ensure_demo_pair
 
 PROMPT = "<|im_start|>user\nWrite a short story about a lighthouse keeper.<|im_end|>\n<|im_start|>assistant\n"
-NEW_TOKENS, RUNS = 96, 5
+NEW_TOKENS, RUNS = 32, 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "off": {"mode": "off"},
-    "smc N=1 K=4": {"n_particles": 1, "draft_length": 4},
     "smc N=4 K=4": {"n_particles": 4, "draft_length": 4},
     "smc N=4 K=8": {"n_particles": 4, "draft_length": 8},
 }
