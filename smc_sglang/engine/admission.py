@@ -80,7 +80,7 @@ def _smc_problems(params: SmcParams, sampling: SamplingParams) -> Iterator[str]:
 def _sampling_problems(sampling: SamplingParams) -> Iterator[str]:
     for name, neutral in _NEUTRAL.items():
         value = getattr(sampling, name)
-        if (value != neutral and value) or (value != neutral and neutral):
+        if value != neutral and (value or neutral):
             yield f"{name}={value!r} is not supported yet: leave it out (neutral value: {neutral!r})"
     if sampling.top_k not in (1, TOP_K_ALL):
         yield f"top_k={sampling.top_k} is not supported yet: use -1 (all tokens) or 1 (greedy)"

@@ -231,10 +231,14 @@ class Coordinator:
         group.log_z += float(log_z_increment)
         return group.particles[int(index)]
 
-    def _abort(self, group: ParticleGroup, reason: FINISH_ABORT) -> None:
+    def _drop_live(self, group: ParticleGroup, reason: FINISH_ABORT) -> None:
+        """Live particles give up their KV and leave the batch at its next filtering."""
         for particle in group.live:
             self._tree.release(particle.req, keep=False)
             particle.req.finished_reason = reason
+
+    def _abort(self, group: ParticleGroup, reason: FINISH_ABORT) -> None:
+        self._drop_live(group, reason)
         group.parent.finished_reason = reason
         self._retire(group)
 
@@ -259,9 +263,7 @@ class Coordinator:
         chosen = self._settle(group)
         finished = chosen.finished
         group.adopt_answer(chosen)
-        for particle in group.live:
-            self._tree.release(particle.req, keep=False)
-            particle.req.finished_reason = FINISH_ABORT("withdrawn")
+        self._drop_live(group, FINISH_ABORT("withdrawn"))
         if finished:
             self._retire(group)
             return None

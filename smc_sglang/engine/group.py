@@ -99,6 +99,7 @@ class ParticleGroup:
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     final_particles: list[dict[str, Any]] | None = None
     client_params: Any = None  # SGLang's SamplingParams as the client sent them
+    prefilled_at: int = 0  # the parent's output tokens when it was last queued
 
     def __post_init__(self) -> None:
         self.client_params = self.parent.sampling_params
