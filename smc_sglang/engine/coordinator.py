@@ -9,33 +9,37 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
-from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from radix_patch import ParticleTree
-from radix_patch.accounting import kv_saved
+from radix_patch.accounting import check_ownership, usage
 from smc_sglang.config import SmcConfig, SmcParams
-from smc_sglang.engine.decision import Verdict, decide
-from smc_sglang.engine.group import Particle, ParticleGroup, Solo, role
+from smc_sglang.engine.decision import GroupRows, Verdict, decide
+from smc_sglang.engine.group import Particle, ParticleGroup, Solo, block_width, role
+from smc_sglang.engine.metrics import Metrics
 from smc_sglang.engine.scoring import PendingInput
 from smc_sglang.engine.worker import CycleResult, PrefillResult
 from smc_sglang.smc import step
-from smc_sglang.smc.resampling import arrange
+from smc_sglang.smc.resampling import SCHEMES, arrange
 from smc_sglang.smc.rng import Stream, uniforms
+from smc_sglang.smc.weights import Weights
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+_ADMISSION_SLACK = 3  # KV slots that SGLang's own admission wants to see free beyond what a request needs
 
 
 class Coordinator:
@@ -47,6 +51,8 @@ class Coordinator:
         self._tree = ParticleTree(
             scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
         )
+        self._metrics = Metrics(scheduler)
+        self._checks_ownership = envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get() > 0
         self._n_enlisted = 0
 
     # -- admission ---------------------------------------------------------------------------------------
@@ -63,13 +69,21 @@ class Coordinator:
         elif params.mode == "off":
             req.smc = Solo(params, seed, draft_length=0)
         else:
-            group = ParticleGroup(self, req, params, seed)
-            problem = self._never_fits(group)
-            if problem is not None:
-                req.set_finish_with_abort(problem)
-                return
-            req.smc = group
-            group.queue(get_alloc_reserve_per_decode())
+            self._enlist_group(req, params, seed, chosen=(custom.get("smc") or {}).get("n_particles") is not None)
+
+    def _enlist_group(self, req: Req, params: SmcParams, seed: int, *, chosen: bool) -> None:
+        """Admit a group whose whole population can run, alone at least.
+
+        Args:
+            chosen: the client asked for this n_particles: then it is honoured or refused. The server's own default
+                is lowered to what fits instead; the report says how many particles there were.
+        """
+        n, problem = self._largest_population(req, params)
+        if n < params.n_particles and (chosen or n < 1):
+            req.set_finish_with_abort(problem)
+            return
+        req.smc = ParticleGroup(self, req, params.model_copy(update={"n_particles": n}), seed)
+        req.smc.queue()
 
     def _seed(self, req: Req) -> int:
         """The client's seed, or one that all tensor-parallel ranks derive alike."""
@@ -79,20 +93,20 @@ class Coordinator:
         text = f"{req.rid}/{self._n_enlisted}/{self._scheduler.server_args.random_seed}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
-    def _never_fits(self, group: ParticleGroup) -> str | None:
-        """Why `group` could not run even alone on this server; None if it could."""
-        n, req = group.params.n_particles, group.parent
-        if n > self._tree.n_rows:
-            return f"smc.n_particles={n} is above the server's {self._tree.n_rows} rows (--max-running-requests)"
-        new_tokens = req.sampling_params.max_new_tokens
-        need = len(req.origin_input_ids) + n * (new_tokens + get_alloc_reserve_per_decode())
+    def _largest_population(self, req: Req, params: SmcParams) -> tuple[int, str]:
+        """How many of the particles that `req` would have this server can hold, and a sentence on what limits them."""
+        n, n_rows = params.n_particles, self._tree.n_rows
+        if n > n_rows:
+            return n_rows, f"smc.n_particles={n} is above the server's {n_rows} rows (--max-running-requests)"
+        prompt, new_tokens = len(req.origin_input_ids), req.sampling_params.max_new_tokens
+        per_particle = new_tokens + params.draft_length + 1
         limit = self._scheduler.max_total_num_tokens
-        if need > limit:
-            return (
-                f"The request may need {need} KV slots ({len(req.origin_input_ids)} prompt tokens and {n} particles "
-                f"of up to {new_tokens} new tokens) but the server has {limit}: lower max_tokens or smc.n_particles"
-            )
-        return None
+        fitting = max(limit - _ADMISSION_SLACK - prompt, 0) // per_particle
+        return min(n, fitting), (
+            f"The request may need {prompt + n * per_particle + _ADMISSION_SLACK} KV slots ({prompt} prompt tokens and {n} particles of "
+            f"up to {new_tokens} new tokens and a block of {params.draft_length + 1}) but the server has {limit}: "
+            "lower max_tokens or smc.n_particles"
+        )
 
     def rows_promised(self, running: Iterable[Req]) -> int:
         """Rows that no request holds but that finished particles get back when a resampling revives them."""
@@ -110,6 +124,15 @@ class Coordinator:
             self._commit_prefill(batch, result)
         elif isinstance(result, CycleResult):
             self._commit_cycle(batch, result)
+        self._observe()
+
+    def _observe(self) -> None:
+        live = [
+            req for req in self._scheduler.running_batch.reqs if isinstance(role(req), Particle) and not req.finished()
+        ]
+        self._metrics.observe(self._tree, live)
+        if self._checks_ownership:
+            check_ownership(self._tree, live)
 
     def _commit_prefill(self, batch: ScheduleBatch, result: PrefillResult) -> None:
         assert result.first_tokens is not None
@@ -137,7 +160,8 @@ class Coordinator:
         for particle in group.particles:
             particle.req.update_finish_state(1)
             if particle.finished:
-                self._tree.release(particle.req, keep=True)
+                self._tree.finish(particle.req)
+        self._account(group)
 
     def _commit_cycle(self, batch: ScheduleBatch, result: CycleResult) -> None:
         verdicts = result.verdicts
@@ -147,15 +171,14 @@ class Coordinator:
         batch.filter_batch()
         revived: list[Req] = []
         for member in result.members or ():
-            revived += self._commit_group(member.group, verdicts[member.group])
-        if not batch.is_empty() and any(verdict.ancestors is not None for verdict in verdicts.values()):
-            # Rows whose particle became a copy continue from their ancestor's last token.
-            pending = [req.output_ids[-1] for req in batch.reqs]
-            batch.spec_info.bonus_tokens = torch.tensor(pending, dtype=torch.int64, device=batch.device)
+            revived += self._commit_group(member, verdicts[member.group])
+        if any(verdict.ancestors is not None for verdict in verdicts.values()):
+            _refresh_pending(batch)
         self._join_running(revived)
 
-    def _commit_group(self, group: ParticleGroup, verdict: Verdict) -> list[Req]:
+    def _commit_group(self, member: GroupRows, verdict: Verdict) -> list[Req]:
         """Commit one group's cycle; returns the particles that have to join the batch again."""
+        group = member.group
         reason = group.abort_reason
         if reason is None and verdict.broken:
             reason = FINISH_ABORT("Every particle's weight vanished.", HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -164,6 +187,8 @@ class Coordinator:
             return []
         self._record(group, verdict)
         revived = [] if verdict.ancestors is None else self._resample(group, verdict.ancestors)
+        self._tree.extend(particle.req for particle in group.twins(member.position))
+        self._account(group)
         self._speak_or_finish(group)
         return revived
 
@@ -186,26 +211,38 @@ class Coordinator:
         group.log_z += verdict.log_z_increment
         group.diagnostics.cycles += 1
         group.diagnostics.ess.append(verdict.ess)
-        group.diagnostics.kv_saved.append(kv_saved(self._tree, [particle.req for particle in group.live]))
-        group.diagnostics.resamples += verdict.ancestors is not None
+        if verdict.ancestors is not None:
+            group.diagnostics.resamples += 1
+            self._metrics.resamples.inc()
+
+    def _account(self, group: ParticleGroup) -> None:
+        """Note the KV that `group` holds between two cycles, and with the blocks of the next one."""
+        live = [particle.req for particle in group.live]
+        if not live:
+            return
+        # What all agree on is one path of the tree, except the last token: it may still be pending.
+        agreed = len(group.parent.origin_input_ids) + len(group.parent.output_ids) - 1
+        held = usage(self._tree, live, common=min(agreed, live[0].kv.kv_committed_len))
+        group.diagnostics.kv_saved.append(held.saved)
+        peak = held.distinct + sum(block_width(req) for req in live)
+        group.diagnostics.kv_tokens_peak = max(group.diagnostics.kv_tokens_peak, peak)
 
     def _resample(self, group: ParticleGroup, ancestors: list[int]) -> list[Req]:
         """Let every particle become a copy of its ancestor; returns those that have to join the batch again."""
-        revived = []
         # Arranged so that a surviving particle keeps its place: sources are never overwritten.
-        for index, ancestor in enumerate(arrange(torch.tensor(ancestors)).tolist()):
-            if index == ancestor:
-                continue
-            particle, source = group.particles[index], group.particles[ancestor]
-            was_live = not particle.finished
-            if not source.finished:
-                self._tree.move(particle.req, source.req)
-                if not was_live:
-                    revived.append(particle.req)
-            elif was_live:
-                self._tree.release(particle.req, keep=False)
-            particle.become(source)
-        return revived
+        arranged = enumerate(arrange(torch.tensor(ancestors)).tolist())
+        pairs = [(group.particles[index], group.particles[ancestor]) for index, ancestor in arranged]
+        return [particle.req for particle, source in pairs if particle is not source and self._become(particle, source)]
+
+    def _become(self, particle: Particle, source: Particle) -> bool:
+        """Make `particle` a copy of `source`, KV and host state; returns whether that has revived it."""
+        was_live = not particle.finished
+        if not source.finished:
+            self._tree.move(particle.req, source.req)
+        elif was_live:
+            self._tree.release(particle.req)
+        particle.become(source)
+        return not was_live and not particle.finished
 
     # -- the answer ------------------------------------------------------------------------------------------
 
@@ -225,8 +262,7 @@ class Coordinator:
     def _settle(self, group: ParticleGroup) -> Particle:
         """Draw one particle with probability W_i; log Z^ takes in the weights."""
         assert group.weights is not None
-        length = max(len(particle.tokens) for particle in group.particles)
-        uniform = uniforms(torch.tensor(group.seed), torch.tensor(0), torch.tensor(length), Stream.SETTLE)
+        uniform = uniforms(torch.tensor(group.seed), torch.tensor(0), torch.tensor(group.length), Stream.SETTLE)
         index, log_z_increment = step.settle(group.weights, uniform.to(group.weights.log_weights.device))
         group.log_z += float(log_z_increment)
         return group.particles[int(index)]
@@ -234,7 +270,7 @@ class Coordinator:
     def _drop_live(self, group: ParticleGroup, reason: FINISH_ABORT) -> None:
         """Live particles give up their KV and leave the batch at its next filtering."""
         for particle in group.live:
-            self._tree.release(particle.req, keep=False)
+            self._tree.release(particle.req)
             particle.req.finished_reason = reason
 
     def _abort(self, group: ParticleGroup, reason: FINISH_ABORT) -> None:
@@ -263,13 +299,17 @@ class Coordinator:
         chosen = self._settle(group)
         finished = chosen.finished
         group.adopt_answer(chosen)
-        self._drop_live(group, FINISH_ABORT("withdrawn"))
+        withdrawn = FINISH_ABORT("withdrawn")
+        if not finished:
+            self._tree.finish(chosen.req)  # evictable: what is still there then need not be prefilled again
+            chosen.req.finished_reason = withdrawn
+        self._drop_live(group, withdrawn)
         if finished:
             self._retire(group)
             return None
         group.particles, group.weights = [], None
         group.parent.reset_for_retract()
-        group.queue(get_alloc_reserve_per_decode())
+        group.queue()
         return group.parent
 
     def withdraw_all(self, running: ScheduleBatch) -> list[Req]:
@@ -281,11 +321,19 @@ class Coordinator:
     def retract(
         self, original: Callable[[ScheduleBatch], tuple[list[Req], float, list[Req]]], batch: ScheduleBatch
     ) -> tuple[list[Req], float, list[Req]]:
-        """`ScheduleBatch.retract_decode` for batches with groups: a group leaves as one, shortest answer first."""
+        """`ScheduleBatch.retract_decode` for batches with groups.
+
+        Groups first become smaller, down to one live particle, most KV first. Only when that is not enough do groups
+        leave the batch, each as one and shortest answer first, to be prefilled and forked again.
+        """
+        pressed = not batch.check_decode_mem()  # else it is SGLang's test of retraction: one request has to go
+        while not batch.check_decode_mem() and (group := self._most_kv(batch)) is not None:
+            self._shrink(group, batch)
         requeued: list[Req] = []
         groups = sorted(_groups(batch.reqs), key=lambda group: len(group.live[0].req.output_ids), reverse=True)
-        others = any(not isinstance(role(req), Particle) for req in batch.reqs)
-        while len(groups) > (0 if others else 1) and (not requeued or not batch.check_decode_mem()):
+        # The last one stays, unless others hold KV beside it.
+        others = any(not isinstance(role(req), Particle) for req in batch.reqs) or self._scheduler.chunked_req
+        while len(groups) > (0 if others else 1) and (not batch.check_decode_mem() or not (pressed or requeued)):
             parent = self.withdraw(groups.pop())
             batch.filter_batch()
             if parent is not None:
@@ -298,6 +346,53 @@ class Coordinator:
         batch.filter_batch()
         retracted, ratio, aborted = original(batch) if batch.reqs else ([], 1.0, [])
         return requeued + retracted, ratio, aborted
+
+    def _most_kv(self, batch: ScheduleBatch) -> ParticleGroup | None:
+        """The group that holds the most KV of those that can be made smaller."""
+
+        def held(group: ParticleGroup) -> int:
+            return usage(self._tree, [particle.req for particle in group.live]).distinct
+
+        return max((group for group in _groups(batch.reqs) if len(group.live) > 1), key=held, default=None)
+
+    def _shrink(self, group: ParticleGroup, batch: ScheduleBatch) -> None:
+        """Resample `group` to half as many particles; the others leave `batch`, and their KV returns to the pool.
+
+        Its log Z^ takes in the mean weight, and the survivors go on with equal weights: unbiased, like resampling.
+        """
+        assert group.weights is not None
+        old_n = len(group.particles)
+        n = old_n // 2
+        # Counted from the old N: a second shrinking in the same place draws other numbers.
+        draws = uniforms(
+            torch.tensor(group.seed), torch.arange(old_n, old_n + n), torch.tensor(group.length), Stream.SHRINK
+        ).to(group.weights.log_weights.device)
+        ancestors, log_z_increment = step.shrink(group.weights, SCHEMES[group.params.resampling], draws)
+        group.log_z += float(log_z_increment)
+        group.weights = Weights(torch.zeros_like(draws))
+        group.diagnostics.shrinks += 1
+        self._metrics.shrinks.inc()
+
+        sources = [group.particles[ancestor] for ancestor in ancestors.tolist()]
+        survivors = list(dict.fromkeys(sources))
+        spare = sorted((particle for particle in group.particles if particle not in survivors), key=_finished)
+        revived = []
+        for source in _repeated(sources):
+            particle = spare.pop(0)
+            if self._become(particle, source):
+                revived.append(particle.req)
+            survivors.append(particle)
+        dropped = [particle.req for particle in spare if not particle.finished]
+        self._tree.shrink(dropped)
+        for req in dropped:
+            req.finished_reason = FINISH_ABORT("dropped")
+        group.renew(survivors)
+        batch.filter_batch()
+        if revived:
+            batch.merge_batch(self._decode_batch(revived))
+        _refresh_pending(batch)
+        if group.all_finished:
+            self._answer(group)
 
     # -- the running batch -----------------------------------------------------------------------------------
 
@@ -336,6 +431,26 @@ class Coordinator:
         batch.spec_info = PendingInput(pending)
         batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, scheduler.model_config.vocab_size)
         return batch
+
+
+def _refresh_pending(batch: ScheduleBatch) -> None:
+    """Rows whose particle became a copy continue from their ancestor's last token."""
+    if not batch.is_empty():
+        pending = [req.output_ids[-1] for req in batch.reqs]
+        batch.spec_info.bonus_tokens = torch.tensor(pending, dtype=torch.int64, device=batch.device)
+
+
+def _finished(particle: Particle) -> bool:
+    return particle.finished
+
+
+def _repeated(particles: Iterable[Particle]) -> Iterator[Particle]:
+    """Every occurrence of a particle but its first."""
+    seen = set()
+    for particle in particles:
+        if particle in seen:
+            yield particle
+        seen.add(particle)
 
 
 def _groups(reqs: Iterable[Req]) -> list[ParticleGroup]:

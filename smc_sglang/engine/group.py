@@ -80,8 +80,10 @@ class Diagnostics:
 
     cycles: int = 0
     resamples: int = 0
+    shrinks: int = 0
     ess: list[float] = field(default_factory=list)
     kv_saved: list[float] = field(default_factory=list)
+    kv_tokens_peak: int = 0
 
 
 @dataclass(eq=False)
@@ -106,16 +108,14 @@ class ParticleGroup:
 
     # -- the parent's two lives --------------------------------------------------------------------------
 
-    def queue(self, tokens_per_block: int) -> None:
+    def queue(self) -> None:
         """Prepare the parent for SGLang's queue: it asks for the whole population's KV and never finishes by
         itself, since whether x_0 finishes is each particle's own affair.
-
-        Args:
-            tokens_per_block: KV slots that one particle holds in reserve for the block in flight.
         """
         population = copy.copy(self.client_params)
-        n = self.params.n_particles
-        population.max_new_tokens = n * (self.client_params.max_new_tokens + tokens_per_block) + 1
+        spoken = len(self.parent.output_ids)
+        per_particle = self.client_params.max_new_tokens - spoken + self.params.draft_length + 1
+        population.max_new_tokens = spoken + self.params.n_particles * per_particle + 1
         population.ignore_eos = True
         population.stop_strs, population.stop_regex_strs = [], []
         self.parent.sampling_params = population
@@ -167,6 +167,26 @@ class ParticleGroup:
     @property
     def live(self) -> list[Particle]:
         return [particle for particle in self.particles if not particle.finished]
+
+    @property
+    def length(self) -> int:
+        """Output tokens of the longest particle."""
+        return max(len(particle.tokens) for particle in self.particles)
+
+    def twins(self, position: int) -> list[Particle]:
+        """Live particles whose first `position` output tokens are also those of another live one."""
+        # What all agree on need not be compared.
+        agreed = len(self.parent.output_ids)
+        alike: dict[bytes, list[Particle]] = {}
+        for particle in self.live:
+            alike.setdefault(particle.req.output_ids[agreed:position].tobytes(), []).append(particle)
+        return [particle for particles in alike.values() if len(particles) > 1 for particle in particles]
+
+    def renew(self, particles: list[Particle]) -> None:
+        """Go on with these particles only, counted anew."""
+        for index, particle in enumerate(particles):
+            particle.index = index
+        self.particles = particles
 
     @property
     def all_finished(self) -> bool:
@@ -236,6 +256,8 @@ class ParticleGroup:
             "fallbacks": 0,
             "tokens_per_cycle": len(req.output_ids_through_stop) / max(diagnostics.cycles, 1),
             "kv_saved": _mean(diagnostics.kv_saved, default=0.0),
+            "kv_tokens_peak": diagnostics.kv_tokens_peak,
+            "shrinks": diagnostics.shrinks,
         }
         if self.final_particles is not None:
             report["particles"] = self.final_particles
@@ -249,3 +271,20 @@ def _mean(values: list[float], default: float) -> float:
 def role(req: Req) -> Solo | Particle | ParticleGroup | None:
     """What `req` is to the engine; None for a request that SGLang made outside our admission."""
     return getattr(req, "smc", None)
+
+
+def block_width(req: Req) -> int:
+    """W = K + 1, the KV slots that the next block of a decoding row fills: its pending token and K drafted ones.
+
+    Nothing is drafted past max_new_tokens, so nothing is written past the context either. A row that drafts drafts
+    at least one token: that pass also gives the pending token its draft KV.
+    """
+    match role(req):
+        case Particle(group=group):
+            draft_length = group.params.draft_length
+        case Solo(draft_length=draft_length):
+            pass
+        case _:
+            draft_length = 0
+    remaining = req.sampling_params.max_new_tokens - len(req.output_ids)
+    return min(draft_length, max(remaining - 1, 1)) + 1

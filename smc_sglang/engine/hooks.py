@@ -108,16 +108,33 @@ def _pause(original: Callable[..., None], scheduler: Any, request: Any) -> None:
     return None
 
 
-# -- both processes -----------------------------------------------------------------------------------------------
+def _block_lengths(
+    original: Callable[..., Any], reqs: list[Any], *, reserve: int, page_size: int
+) -> tuple[list[int], list[int], int]:
+    from smc_sglang.engine.group import block_width
+
+    if not _spec_is_smc():
+        return original(reqs, reserve=reserve, page_size=page_size)
+    now = [req.kv.kv_allocated_len for req in reqs]
+    then = [max(length, req.kv.kv_committed_len + block_width(req)) for length, req in zip(now, reqs, strict=True)]
+    return now, then, sum(then) - sum(now)
 
 
-def _row_headroom(headroom: int) -> int:
-    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+def _block_demand(original: Callable[..., int], batch: Any, requests: list[Any], page_size: int) -> int:
+    from sglang.srt.mem_cache.allocation_sizing import page_aligned_decode_alloc_lens
+
+    if not _spec_is_smc():
+        return original(batch, requests, page_size)
+    return page_aligned_decode_alloc_lens(requests, reserve=0, page_size=page_size)[2]
+
+
+def _spec_is_smc() -> bool:
     from sglang.srt.runtime_context import get_spec
 
-    if (get_spec().speculative_algorithm or "").upper() != ALGORITHM:
-        return headroom
-    return max(headroom, get_alloc_reserve_per_decode() + 1)
+    return (get_spec().speculative_algorithm or "").upper() == ALGORITHM
+
+
+# -- both processes -----------------------------------------------------------------------------------------------
 
 
 def _graph_dummy(
@@ -214,11 +231,17 @@ _ENGINE_HOOKS: tuple[Hook, ...] = (
         "pausing with retraction requeues requests one by one: groups are withdrawn first",
     ),
     Hook(
-        "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
-        HookType.AFTER,
-        _row_headroom,
-        "two blocks are reserved past the committed length, and SGLang's rows have room for one: near the context "
-        "end the reserve would be written past the row",
+        "sglang.srt.mem_cache.allocation_sizing.page_aligned_decode_alloc_lens",
+        HookType.AROUND,
+        _block_lengths,
+        "a row reserves the slots of its next block and no more; SGLang's reserve is two blocks of the longest draft, "
+        "for a scheduler that runs ahead",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2",
+        HookType.AROUND,
+        _block_demand,
+        "the same, where SGLang asks whether the next step fits",
     ),
     Hook(
         "sglang.srt.speculative.spec_info.create_dummy_verify_input",

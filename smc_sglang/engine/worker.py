@@ -25,7 +25,7 @@ from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 
 from smc_sglang.engine.decision import GroupRows, Verdict, decide
 from smc_sglang.engine.finish import needs_host, stop_ids, valid_lengths
-from smc_sglang.engine.group import Particle, ParticleGroup, Solo, role
+from smc_sglang.engine.group import Particle, ParticleGroup, Solo, block_width, role
 from smc_sglang.engine.scoring import PendingInput, ScoreInput
 from smc_sglang.smc import step
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
+
+
+PADDING_SLOT = 0  # SGLang's pools keep it for the KV of padded tokens
 
 
 @dataclass
@@ -143,7 +146,7 @@ class SmcWorker(BaseSpecWorker):
     def _cycle(self, batch: ScheduleBatch) -> CycleResult:
         """One SMC cycle over all rows: the algorithm box of :mod:`smc_sglang.smc.step` on SGLang's forwards."""
         rows = _describe(batch, pending=batch.spec_info.bonus_tokens)
-        models = _BlockForwards(self, batch, width=max(rows.draft_lengths_list) + 1)
+        models = _BlockForwards(self, batch, widths=rows.draft_lengths + 1, width=max(rows.draft_lengths_list) + 1)
         block = step.propose_and_score(rows, models.draft, models.score)
 
         members = _group_rows(batch.reqs)
@@ -189,15 +192,17 @@ class SmcWorker(BaseSpecWorker):
 class _BlockForwards:
     """The two callables of the algorithm for one batch: draft one token per row, score a whole block."""
 
-    def __init__(self, worker: SmcWorker, batch: ScheduleBatch, width: int) -> None:
+    def __init__(self, worker: SmcWorker, batch: ScheduleBatch, widths: torch.Tensor, width: int) -> None:
         self._worker = worker
         self._batch = batch
         self._committed = batch.seq_lens  # [n_rows], tokens with KV: the pending one excluded
         self._committed_cpu = batch.seq_lens_cpu
-        columns = self._committed[:, None] + torch.arange(width, device=self._committed.device)
-        self._positions = columns
+        offsets = torch.arange(width, device=self._committed.device)
+        self._positions = self._committed[:, None] + offsets
         table = batch.req_to_token_pool.req_to_token
-        self._slots = table[batch.req_pool_indices[:, None], columns].to(torch.int64)  # [n_rows, width]
+        slots = table[batch.req_pool_indices[:, None], self._positions].to(torch.int64)
+        # A row owns slots for its own block only; the padding behind it is written to SGLang's dummy slot.
+        self._slots = slots.masked_fill(offsets >= widths[:, None], PADDING_SLOT)  # [n_rows, width]
         self._views: dict[int, ScheduleBatch] = {}
         self.logits_output: Any = None
         self.can_run_cuda_graph = False
@@ -255,22 +260,13 @@ class _RowParams:
 def _row(req: Req) -> _RowParams:
     match role(req):
         case Particle(group=group, index=index):
-            return _RowParams(_draft_length(req, group.params.draft_length), group.params.power, group.seed, index)
+            return _RowParams(block_width(req) - 1, group.params.power, group.seed, index)
         case ParticleGroup(params=params, seed=seed):
             return _RowParams(params.draft_length, params.power, seed, 0)
-        case Solo(draft_length=draft_length, seed=seed):
-            return _RowParams(_draft_length(req, draft_length), 1.0, seed, 0)
+        case Solo(seed=seed):
+            return _RowParams(block_width(req) - 1, 1.0, seed, 0)
         case _:
             return _RowParams(0, 1.0, 0, 0)
-
-
-def _draft_length(req: Req, draft_length: int) -> int:
-    """K of this block: nothing is drafted past max_new_tokens, so nothing is written past the context either.
-
-    A row that drafts drafts at least one token: that pass also gives the pending token its draft KV.
-    """
-    remaining = req.sampling_params.max_new_tokens - len(req.output_ids)
-    return min(draft_length, max(remaining - 1, 1))
 
 
 def _first_draws(req: Req) -> int:

@@ -15,9 +15,10 @@ LAYERS = {
     "smc_sglang/config.py": {"pydantic"},
     "smc_sglang/hook.py": {"sglang"},
     "smc_sglang/platform": {"torch", "sglang", "psutil", "smc_sglang.hook", "smc_sglang.platform"},
-    "radix_patch": {"torch", "sglang", "radix_patch"},
+    "radix_patch": {"torch", "numpy", "sglang", "radix_patch"},
     "smc_sglang/engine": {
         "torch",
+        "prometheus_client",
         "sglang",
         "radix_patch",
         "smc_sglang.config",
