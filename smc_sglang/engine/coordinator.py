@@ -102,8 +102,9 @@ class Coordinator:
         per_particle = new_tokens + params.draft_length + 1
         limit = self._scheduler.max_total_num_tokens
         fitting = max(limit - _ADMISSION_SLACK - prompt, 0) // per_particle
+        need = prompt + n * per_particle + _ADMISSION_SLACK
         return min(n, fitting), (
-            f"The request may need {prompt + n * per_particle + _ADMISSION_SLACK} KV slots ({prompt} prompt tokens and {n} particles of "
+            f"The request may need {need} KV slots ({prompt} prompt tokens and {n} particles of "
             f"up to {new_tokens} new tokens and a block of {params.draft_length + 1}) but the server has {limit}: "
             "lower max_tokens or smc.n_particles"
         )

@@ -46,6 +46,9 @@ class Solo:
             "fallbacks": 0,
             "tokens_per_cycle": len(req.output_ids_through_stop) / max(cycles, 1),
             "kv_saved": 0.0,
+            "kv_tokens_peak": len(req.origin_input_ids) + len(req.output_ids),
+            "shrinks": 0,
+            "retractions": req.retraction_count,
         }
 
 
@@ -258,6 +261,7 @@ class ParticleGroup:
             "kv_saved": _mean(diagnostics.kv_saved, default=0.0),
             "kv_tokens_peak": diagnostics.kv_tokens_peak,
             "shrinks": diagnostics.shrinks,
+            "retractions": req.retraction_count,
         }
         if self.final_particles is not None:
             report["particles"] = self.final_particles

@@ -17,7 +17,7 @@ from tests.models import perturbed, tiny_llama, word_tokenizer
 
 @pytest.fixture(scope="package")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyEngine]:
-    """The general engine: a context of 256 tokens, a KV pool small enough to run full."""
+    """The general engine: a KV pool of 2,048 tokens, small enough to run full."""
     import smc_sglang
 
     folder = tmp_path_factory.mktemp("tiny")
@@ -32,6 +32,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyEngine]:
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
         "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+        # Admission expects no request to grow by more than this: it admits more than the pool can hold.
+        "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "32",
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
@@ -47,6 +49,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyEngine]:
             dtype="float32",
             max_total_tokens=POOL,
             chunked_prefill_size=64,
+            max_running_requests=256,
             log_level="error",
         )
         yield TinyEngine(engine, target, draft, records)

@@ -242,13 +242,18 @@ def test_pool_is_whole_after_a_mix(tiny: TinyEngine) -> None:
     assert tiny.generate(PROMPT, temperature=1.0, max_new_tokens=5)["output_ids"]
 
 
-def test_groups_leave_and_return_under_pressure(tiny: TinyEngine) -> None:
-    """More than the pool holds: groups are withdrawn and come back with their tokens; every answer is complete."""
-    prompts = [[1, 5, 6, 7, 8 + i] for i in range(12)]
+def test_groups_shrink_and_return_under_pressure(tiny: TinyEngine) -> None:
+    """SGLang admits more than the pool can hold: groups get smaller, leave and return; every answer is complete."""
+    # Without resampling the particles of a group soon share little more than the prompt.
+    smc = {"n_particles": 8, "resample_threshold": 0.0}
     sampling = [
-        {"temperature": 1.0, "max_new_tokens": 150, "ignore_eos": True, "seed": i, "smc": {"n_particles": 8}}
-        for i in range(12)
+        {"temperature": 1.0, "max_new_tokens": 240, "ignore_eos": True, "seed": i, "smc": smc} for i in range(24)
     ]
-    for answer in tiny.generate_many(prompts, sampling):
-        assert len(answer["output_ids"]) == 150
+    answers = tiny.generate_many([[1, 5, 6, 7, 8 + i] for i in range(24)], sampling)
+    assert [len(answer["output_ids"]) for answer in answers] == [240] * 24
+    reports = [answer["meta_info"]["smc"] for answer in answers]
+    assert any(report["shrinks"] > 0 for report in reports)
+    assert any(report["retractions"] > 0 for report in reports)
+    assert all(report["kv_tokens_peak"] <= POOL for report in reports)
+    assert {report["n_particles"] for report in reports} == {8}
     idle_pool(tiny.engine)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-VOCAB, CONTEXT, POOL = 64, 256, 3000
+VOCAB, CONTEXT, POOL = 64, 512, 2048
 
 
 @dataclass
@@ -26,8 +26,12 @@ class TinyEngine:
 
     def generate_many(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Each sampling dict may hold `smc`, the request's own smc object."""
-        params = [_sampling_params(**one) for one in sampling]
+        params = [sampling_params(**one) for one in sampling]
         return self.engine.generate(input_ids=prompts, sampling_params=params)
+
+    def generate_many_alone(self, requests: list[tuple[list[int], dict[str, Any]]]) -> list[dict[str, Any]]:
+        """The answer that each of (prompt, sampling) gets while it is the only request."""
+        return [self.generate(prompt, **sampling) for prompt, sampling in requests]
 
     def recorded(self, run: Any) -> list[dict[str, Any]]:
         """The rows of every cycle that `run()` took."""
@@ -41,7 +45,8 @@ class TinyEngine:
         return [row for path in sorted(self.records.glob("*.pt")) for row in torch.load(path)]
 
 
-def _sampling_params(smc: dict[str, Any] | None = None, **sampling: Any) -> dict[str, Any]:
+def sampling_params(smc: dict[str, Any] | None = None, **sampling: Any) -> dict[str, Any]:
+    """SGLang's sampling parameters with `smc`, the request's own smc object, and `seed` in their places."""
     if "seed" in sampling:
         sampling["sampling_seed"] = sampling.pop("seed")
     return sampling if smc is None else sampling | {"custom_params": {"smc": smc}}

@@ -1,4 +1,5 @@
-"""A test-only SGLang plugin: records what both models computed in every cycle, and resamples at random on demand.
+"""A test-only SGLang plugin: records what both models computed in every cycle, resamples at random on demand, and
+plays KV pressure.
 
 It hooks the project's own code through SGLang's registry, in the scheduler's process, so the engine under test is the
 one that users run. A group with `resample_threshold` 1 is resampled in every cycle with random ancestors: nothing but
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 FORCED = 1.0
 _counter = itertools.count()
+_random = random.Random(0)
+_refusals: int | None = None  # how often the pool still says that the next step does not fit; None: not retracting
 
 
 def activate() -> None:
@@ -25,6 +29,10 @@ def activate() -> None:
     HookRegistry.register(f"{forwards}.draft", _record_draft, HookType.AFTER)
     HookRegistry.register(f"{forwards}.score", _record_score, HookType.AFTER)
     HookRegistry.register("smc_sglang.smc.step.resample", _resample, HookType.AROUND)
+    if os.environ.get("SMC_TEST_PRESSURE"):
+        check = "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem"
+        HookRegistry.register(check, _fits, HookType.AROUND)
+        HookRegistry.register("smc_sglang.engine.coordinator.Coordinator.retract", _retract, HookType.AROUND)
 
 
 def _record_draft(logits: torch.Tensor, forwards: Any, k: int, rows: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -67,3 +75,25 @@ def _resample(original: Any, weights: Any, thresholds: torch.Tensor, scheme: Any
         ancestors=torch.where(forced[..., None], anyone, result.ancestors),
         resampled=result.resampled | forced,
     )
+
+
+def _fits(original: Any, batch: Any, *args: Any) -> bool:
+    """In every other step the pool is said to be full; while groups make room, a few times more."""
+    global _refusals
+    if _refusals is None:
+        return bool(_random.random() < 0.5 and original(batch, *args))
+    if _refusals > 0:
+        _refusals -= 1
+        return False
+    return bool(original(batch, *args))
+
+
+def _retract(original: Any, coordinator: Any, sglang: Any, batch: Any) -> Any:
+    global _refusals
+    # 0 is SGLang's own test of retraction: one request has to go. At 0.6 every group of four is down to one particle,
+    # and some have left.
+    _refusals = int(_random.choice((0.0, 0.2, 0.6)) * len(batch.reqs))
+    try:
+        return original(coordinator, sglang, batch)
+    finally:
+        _refusals = None
