@@ -38,6 +38,9 @@ class SmcReport(BaseModel):
     fallbacks: int = Field(ge=0, description="Blocks that were redone exactly, since no particle was possible.")
     tokens_per_cycle: float = Field(description="Tokens of the answer per scoring pass.")
     kv_saved: float = Field(description="Share of the particles' KV that is shared instead of copied.")
+    kv_tokens_peak: int = Field(ge=0, description="Most KV slots that the request held, blocks in flight included.")
+    shrinks: int = Field(ge=0, description="How often KV pressure made the group smaller.")
+    retractions: int = Field(ge=0, description="How often it was taken out of the batch and prefilled again.")
     particles: list[SmcParticle] | None = Field(default=None, description="With `return_particles` only.")
 
 

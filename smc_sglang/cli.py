@@ -99,13 +99,14 @@ def _config(**values: Any) -> SmcConfig:
 
 
 def _serve(config: SmcConfig, model: str | None, draft: str | None, arguments: list[str]) -> None:
-    # Quiet, and with /metrics, unless the user says otherwise: the last of two equal flags counts.
+    # Quiet, with /metrics and cached_tokens, unless the user says otherwise: the last of two equal flags counts.
     quiet = [] if _given("--log-level", arguments) else ["--log-level", "warning"]
     if model is None or draft is None:
         model, draft, name = _demo()
         quiet += [] if _given("--served-model-name", arguments) else ["--served-model-name", name]
     argv = ["--model-path", model, "--speculative-algorithm", "SMC", "--speculative-draft-model-path", draft]
-    argv += ["--speculative-num-steps", str(config.longest_draft), "--enable-metrics", *quiet, *arguments]
+    argv += ["--speculative-num-steps", str(config.longest_draft)]
+    argv += ["--enable-metrics", "--enable-cache-report", *quiet, *arguments]
 
     from server.launch import LaunchError, serve
 

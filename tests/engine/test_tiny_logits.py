@@ -50,13 +50,27 @@ def test_logits_of_a_mixed_batch(tiny: TinyEngine) -> None:
     _check(rows, tiny)
 
 
+def test_logits_after_cached_prompts(tiny: TinyEngine) -> None:
+    """What comes from the tree, written by another request's prefill or particles, serves both models."""
+    prompt = list(range(2, 40))
+    sampling = {"temperature": 1.0, "max_new_tokens": 30, "ignore_eos": True, "smc": {"resample_threshold": 1.0}}
+    first = tiny.generate(prompt, seed=1, **sampling)
+    turns = [prompt, [*prompt, *first["output_ids"], 3, 4], [*prompt, *first["output_ids"][:11], 9]]
+    answers: list[dict[str, Any]] = []
+    rows = tiny.recorded(
+        lambda: answers.extend(tiny.generate_many(turns, [sampling | {"seed": i} for i in range(len(turns))]))
+    )
+    assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [37, 38 + 29, 38 + 11]
+    _check(rows, tiny)
+
+
 def _check(rows: list[dict[str, Any]], tiny: TinyEngine) -> None:
     models = {
         name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         for name, path in (("target", tiny.target), ("draft", tiny.draft))
     }
     for row in rows:
-        block = [token for token in row["block"] if token >= 0]
+        block = row["block"]
         tokens = torch.tensor([row["context"] + block])
         for name, model in models.items():
             seen = row[name]

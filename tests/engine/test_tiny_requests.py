@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.tiny import CONTEXT, POOL, TinyEngine, idle_pool
+from tests.engine.tiny import CONTEXT, POOL, TinyEngine, idle_pool, sampling_params
 
 pytestmark = pytest.mark.engine
 
@@ -130,6 +130,41 @@ def test_up_to_the_context_end(tiny: TinyEngine, length: int) -> None:
     # SGLang keeps one position free.
     assert CONTEXT - length - 2 <= len(answer["output_ids"]) <= CONTEXT - length
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_extremes_in_one_batch(tiny: TinyEngine) -> None:
+    """N = 64, N = 1, K = 1, max_tokens = 1, a prompt of one token and one in several prefill chunks."""
+    requests: list[tuple[list[int], dict[str, Any]]] = [
+        ([5], {"max_new_tokens": 12, "smc": {"n_particles": 64, "draft_length": 4}}),
+        ([6], {"max_new_tokens": 1, "smc": {"n_particles": 64, "draft_length": 8}}),
+        ([7], {"max_new_tokens": 20, "smc": {"n_particles": 1, "draft_length": 1}}),
+        ([8] * 200, {"max_new_tokens": 5, "smc": {"n_particles": 3, "draft_length": 1}}),
+        ([9], {"max_new_tokens": 1, "smc": {"n_particles": 1, "draft_length": 1}}),
+        ([10], {"max_new_tokens": 2, "smc": {"n_particles": 2, "draft_length": 8}}),
+    ]
+    prompts = [prompt for prompt, _ in requests]
+    sampling = [{"temperature": 1.0, "ignore_eos": True, "seed": 1} | one for _, one in requests]
+    together = tiny.generate_many(prompts, sampling)
+    alone = tiny.generate_many_alone(list(zip(prompts, sampling, strict=True)))
+    for answer, solo, one in zip(together, alone, sampling, strict=True):
+        assert len(answer["output_ids"]) == one["max_new_tokens"]
+        if not answer["meta_info"]["smc"]["shrinks"]:
+            assert answer["output_ids"] == solo["output_ids"]
+    idle_pool(tiny.engine)
+
+
+def test_salted_requests_share_with_their_own_salt_only(tiny: TinyEngine) -> None:
+    idle_pool(tiny.engine)
+    prompt = [2 + i % 50 for i in range(80)]
+    sampling = sampling_params(temperature=1.0, max_new_tokens=20, ignore_eos=True, seed=3)
+
+    def ask(salt: str | None) -> tuple[int, list[int]]:
+        answer = tiny.engine.generate(input_ids=prompt, sampling_params=sampling, cache_salt=salt)
+        return answer["meta_info"]["cached_tokens"], answer["output_ids"]
+
+    cached, answers = zip(*(ask(salt) for salt in ("a", "b", None, "a")), strict=True)
+    assert cached == (0, 0, 0, 79)
+    assert len({tuple(answer) for answer in answers}) == 1
 
 
 def test_cached_and_cold_answers_are_the_same(tiny: TinyEngine) -> None:

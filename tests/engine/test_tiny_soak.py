@@ -57,6 +57,8 @@ async def _answer(tiny: TinyEngine, request: Request, rid: str, places: asyncio.
         n_outputs = 0
         last: dict[str, Any] = {}
         async for output in stream:
+            spoken = last.get("output_ids", [])
+            assert output["output_ids"][: len(spoken)] == spoken, "a stream has taken something back"
             last = output
             n_outputs += 1
             if n_outputs == request.leaves_after:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+PADDING_SLOT = 0
 FORCED = 1.0
 _counter = itertools.count()
 _random = random.Random(0)
@@ -48,13 +49,14 @@ def _record_score(logits: torch.Tensor, forwards: Any, tokens: torch.Tensor) -> 
     passes = forwards.__dict__.get("probe_passes", {})
     records = []
     for row, req in enumerate(forwards._batch.reqs):
+        width = int((forwards._slots[row] != PADDING_SLOT).sum())  # the rest pads it to the longest block
         drafted = [passes[row, k] for k in range(tokens.shape[1]) if (row, k) in passes]
         records.append(
             {
                 "rid": req.rid,
                 "context": [*req.origin_input_ids, *req.output_ids[:-1]],  # tokens with KV
-                "block": tokens[row].tolist(),
-                "target": logits[row].clone(),
+                "block": tokens[row, :width].tolist(),
+                "target": logits[row, :width].clone(),
                 "draft": torch.stack(drafted) if drafted else None,
             }
         )
