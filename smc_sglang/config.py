@@ -50,7 +50,7 @@ class SmcConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    mode: Literal["smc", "off"] = "smc"
+    mode: Mode = "smc"
     n_particles: int = Field(4, ge=1)
     draft_length: int = Field(8, ge=1, le=MAX_DRAFT_LENGTH)
     resample_threshold: float = Field(0.5, ge=0, le=1)

@@ -9,25 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.sampling.sampling_params import TOP_K_ALL
-
 from smc_sglang.config import SmcConfig, SmcParams
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-_NEUTRAL = {
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
-    "logit_bias": None,
-    "beam_width": None,
-    "watermark": None,
+_SAMPLING = {
+    "beam_width": "beam search",
+    "watermark": "watermarking",
+    "json_schema": "structured output",
+    "regex": "structured output",
+    "ebnf": "structured output",
+    "structural_tag": "structured output",
 }
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _REQUEST_FLAGS = {
     "return_logprob": "logprobs",
     "return_hidden_states": "return_hidden_states",
@@ -67,8 +61,6 @@ def check(request: Any, sampling: SamplingParams, input_ids: Sequence[int] | Non
 
 def _smc_problems(params: SmcParams, sampling: SamplingParams) -> Iterator[str]:
     greedy = sampling.top_k == 1
-    if params.mode == "exact" and not greedy:
-        yield "smc.mode 'exact' is not supported yet above temperature 0: use 'smc' or 'off'"
     if params.power != 1.0 and (params.mode != "smc" or greedy):
         yield f"smc.power={params.power:g} needs mode 'smc' and a temperature above 0"
     if params.max_stream_lag is not None:
@@ -78,17 +70,11 @@ def _smc_problems(params: SmcParams, sampling: SamplingParams) -> Iterator[str]:
 
 
 def _sampling_problems(sampling: SamplingParams) -> Iterator[str]:
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(sampling, name)
-        if value != neutral and (value or neutral):
-            yield f"{name}={value!r} is not supported yet: leave it out (neutral value: {neutral!r})"
-    if sampling.top_k not in (1, TOP_K_ALL):
-        yield f"top_k={sampling.top_k} is not supported yet: use -1 (all tokens) or 1 (greedy)"
+    for name, what in _SAMPLING.items():
+        if getattr(sampling, name):
+            yield f"{name} ({what}) is not supported yet: leave it out"
     if sampling.n > 1:
         yield f"n={sampling.n} is not supported yet: send {sampling.n} requests"
-    for name in _GRAMMARS:
-        if getattr(sampling, name):
-            yield f"{name} (structured output) is not supported yet: leave it out"
 
 
 def _request_problems(request: Any) -> Iterator[str]:

@@ -165,9 +165,7 @@ class Coordinator:
         self._account(group)
 
     def _commit_cycle(self, batch: ScheduleBatch, result: CycleResult) -> None:
-        verdicts = result.verdicts
-        if verdicts is None:
-            verdicts = self._decide_on_host(batch, result)
+        verdicts = result.verdicts | self._decide_on_host(batch, result)
         # Finished rows leave now: a particle that a resampling revives gets a new row and joins again.
         batch.filter_batch()
         revived: list[Req] = []
@@ -182,7 +180,7 @@ class Coordinator:
         group = member.group
         reason = group.abort_reason
         if reason is None and verdict.broken:
-            reason = FINISH_ABORT("Every particle's weight vanished.", HTTPStatus.INTERNAL_SERVER_ERROR)
+            reason = FINISH_ABORT("A particle's weight is not a number.", HTTPStatus.INTERNAL_SERVER_ERROR)
         if reason is not None:
             self._abort(group, reason)
             return []
@@ -195,9 +193,10 @@ class Coordinator:
 
     def _decide_on_host(self, batch: ScheduleBatch, result: CycleResult) -> dict[ParticleGroup, Verdict]:
         """The launch half's decision, taken here because stop strings are only seen in decoded text."""
-        block = result.block
+        block, members = result.block, [m for m in result.members or () if m.group not in result.verdicts]
+        if not members:
+            return {}
         assert block is not None
-        assert result.members is not None
         committed = block.lengths.tolist()
         valid = [
             committed[row] - (len(req.output_ids) - len(req.output_ids_through_stop))
@@ -205,12 +204,17 @@ class Coordinator:
         ]
         device = block.lengths.device
         finished = torch.tensor([bool(req.finished()) for req in batch.reqs], device=device)
-        return decide(result.members, block.log_increments, torch.tensor(valid, device=device), finished)
+        return decide(members, block.log_increments, torch.tensor(valid, device=device), finished)
 
     def _record(self, group: ParticleGroup, verdict: Verdict) -> None:
         group.weights = verdict.weights
-        group.log_z += verdict.log_z_increment
         group.diagnostics.cycles += 1
+        if verdict.degenerate:
+            group.diagnostics.fallbacks += 1
+            group.add_log_z(None)
+        if verdict.exact:
+            return
+        group.add_log_z(verdict.log_z_increment)
         group.diagnostics.ess.append(verdict.ess)
         if verdict.ancestors is not None:
             group.diagnostics.resamples += 1
@@ -265,7 +269,7 @@ class Coordinator:
         assert group.weights is not None
         uniform = uniforms(torch.tensor(group.seed), torch.tensor(0), torch.tensor(group.length), Stream.SETTLE)
         index, log_z_increment = step.settle(group.weights, uniform.to(group.weights.log_weights.device))
-        group.log_z += float(log_z_increment)
+        group.add_log_z(float(log_z_increment))
         return group.particles[int(index)]
 
     def _drop_live(self, group: ParticleGroup, reason: FINISH_ABORT) -> None:
@@ -369,7 +373,7 @@ class Coordinator:
             torch.tensor(group.seed), torch.arange(old_n, old_n + n), torch.tensor(group.length), Stream.SHRINK
         ).to(group.weights.log_weights.device)
         ancestors, log_z_increment = step.shrink(group.weights, SCHEMES[group.params.resampling], draws)
-        group.log_z += float(log_z_increment)
+        group.add_log_z(float(log_z_increment))
         group.weights = Weights(torch.zeros_like(draws))
         group.diagnostics.shrinks += 1
         self._metrics.shrinks.inc()

@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from smc_sglang.engine.group import ParticleGroup
 from smc_sglang.smc import step
 from smc_sglang.smc.resampling import SCHEMES
-from smc_sglang.smc.rng import Stream, uniforms
+from smc_sglang.smc.rng import Stream, invert_cdf, uniforms
 from smc_sglang.smc.weights import Weights
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,9 @@ class Verdict:
     ancestors: list[int] | None  # particle i becomes a copy of ancestors[i]; None: no resampling
     log_z_increment: float
     ess: float  # before resampling
-    broken: bool  # a NaN, or no particle of finite weight: the group cannot go on
+    broken: bool = False  # a NaN: the group cannot go on
+    degenerate: bool = False  # no particle of finite weight: the block has to be redone
+    exact: bool = False  # the block came from exact acceptance: all particles are copies of one, weights do not count
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ def _decide_alike(
     ).masked_fill(finished.all(dim=1), 0.0)
     resampled = step.resample(weights, thresholds, SCHEMES[scheme], _uniforms(bucket, device))
 
-    broken = (nan | weights.degenerate).tolist()
+    broken, degenerate = nan.tolist(), weights.degenerate.tolist()
     did, ancestors = resampled.resampled.tolist(), resampled.ancestors.tolist()
     log_z, ess = resampled.log_z_increment.tolist(), resampled.ess.tolist()
     return {
@@ -96,9 +102,45 @@ def _decide_alike(
             log_z_increment=log_z[i],
             ess=ess[i],
             broken=broken[i],
+            degenerate=degenerate[i],
         )
         for i, group in enumerate(groups)
     }
+
+
+def accept_exactly(
+    members: Sequence[GroupRows], chains: Sequence[list[int]], block: step.Block, laws: step.Laws
+) -> tuple[step.Block, dict[ParticleGroup, Verdict]]:
+    """Let groups commit what exact acceptance over some of their rows gives; all particles become the winner's copies.
+
+    Args:
+        chains: of each group, the rows that had the same tokens before the block.
+    Returns:
+        The block in which all live rows of these groups hold the accepted tokens.
+    """
+    longest = max(len(rows) for rows in chains)
+    device = block.tokens.device
+    padded = torch.tensor([rows + [-1] * (longest - len(rows)) for rows in chains], device=device)
+    accepted = step.accept_exactly(laws, padded)
+    live = [[row for row in member.rows if row >= 0] for member in members]
+    owner = torch.tensor([i for i, rows in enumerate(live) for _ in rows], device=device)
+    block = block.replaced(torch.tensor([row for rows in live for row in rows], device=device), accepted, owner)
+    verdicts = {}
+    for member, winner in zip(members, accepted.rows.tolist(), strict=True):
+        n = len(member.rows)
+        ancestors = [member.rows.index(winner)] * n
+        verdicts[member.group] = Verdict(Weights.uniform(n, device=device), ancestors, 0.0, float(n), exact=True)
+    return block, verdicts
+
+
+def identical_chains(member: GroupRows, reqs: Sequence[Req]) -> list[int]:
+    """The rows to redo a degenerate block from: those of one particle, drawn by the weights from before the block, and
+    of all others with the same tokens."""
+    group = member.group
+    assert group.weights is not None
+    uniform = _uniforms([member], group.weights.log_weights.device)[0, :1]
+    drawn = member.rows[int(invert_cdf(group.weights.normalized, uniform))]
+    return [row for row in member.rows if row >= 0 and reqs[row].output_ids == reqs[drawn].output_ids]
 
 
 def _uniforms(bucket: list[GroupRows], device: torch.device) -> torch.Tensor:

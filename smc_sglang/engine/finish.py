@@ -8,6 +8,7 @@ import torch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 def needs_host(req: Req) -> bool:
@@ -15,11 +16,11 @@ def needs_host(req: Req) -> bool:
     return bool(req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs)
 
 
-def stop_ids(req: Req) -> frozenset[int]:
-    """Every token id that finishes `req`, by SGLang's rules (`Req._check_token_based_finish`)."""
-    if req.sampling_params.ignore_eos:
+def stop_ids(req: Req, sampling: SamplingParams) -> frozenset[int]:
+    """Every token id that finishes `req` under `sampling`, by SGLang's rules (`Req._check_token_based_finish`)."""
+    if sampling.ignore_eos:
         return frozenset()
-    ids = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
+    ids = set(sampling.stop_token_ids or ()) | set(req.eos_token_ids or ())
     if req.tokenizer is not None:
         ids |= {req.tokenizer.eos_token_id, *(req.tokenizer.additional_stop_token_ids or ())}
     return frozenset(token for token in ids if token is not None)

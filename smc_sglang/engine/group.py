@@ -75,6 +75,7 @@ class Particle:
         req.output_ids = array("q", source.output_ids)
         req.full_untruncated_fill_ids = array("q")  # append-only by contract: force a rebuild
         req.finished_reason, req.finished_len = source.finished_reason, source.finished_len
+        req.skip_radix_cache_insert = source.skip_radix_cache_insert
 
 
 @dataclass
@@ -83,6 +84,7 @@ class Diagnostics:
 
     cycles: int = 0
     resamples: int = 0
+    fallbacks: int = 0
     shrinks: int = 0
     ess: list[float] = field(default_factory=list)
     kv_saved: list[float] = field(default_factory=list)
@@ -99,7 +101,7 @@ class ParticleGroup:
     seed: int
     particles: list[Particle] = field(default_factory=list)
     weights: Weights | None = None  # [n_particles], while particles exist
-    log_z: float = 0.0
+    log_z: float | None = 0.0  # None: there is no estimate
     speaking: bool = False  # the parent may be streamed
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     final_particles: list[dict[str, Any]] | None = None
@@ -108,6 +110,8 @@ class ParticleGroup:
 
     def __post_init__(self) -> None:
         self.client_params = self.parent.sampling_params
+        if self.params.mode == "exact":
+            self.log_z = None
 
     # -- the parent's two lives --------------------------------------------------------------------------
 
@@ -164,6 +168,10 @@ class ParticleGroup:
         req.tokenizer = parent.tokenizer
         req.output_ids = output_ids
         return req
+
+    def add_log_z(self, increment: float | None) -> None:
+        """Take in a factor of Z^; None, once and for all, where there is none."""
+        self.log_z = None if self.log_z is None or increment is None else self.log_z + increment
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -249,14 +257,14 @@ class ParticleGroup:
         """The response's `smc` object (design.md's response fields)."""
         diagnostics = self.diagnostics
         report = {
-            "mode": "smc",
+            "mode": self.params.mode,
             "n_particles": self.params.n_particles,
             "draft_length": self.params.draft_length,
             "cycles": diagnostics.cycles,
             "resamples": diagnostics.resamples,
             "mean_ess": _mean(diagnostics.ess, default=float(self.params.n_particles)),
             "log_z": self.log_z,
-            "fallbacks": 0,
+            "fallbacks": diagnostics.fallbacks,
             "tokens_per_cycle": len(req.output_ids_through_stop) / max(diagnostics.cycles, 1),
             "kv_saved": _mean(diagnostics.kv_saved, default=0.0),
             "kv_tokens_peak": diagnostics.kv_tokens_peak,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +23,10 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.draft_parallel import resolve_draft_parallel_layout
 from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 
-from smc_sglang.engine.decision import GroupRows, Verdict, decide
+from smc_sglang.engine.decision import GroupRows, Verdict, accept_exactly, decide, identical_chains
 from smc_sglang.engine.finish import needs_host, stop_ids, valid_lengths
 from smc_sglang.engine.group import Particle, ParticleGroup, Solo, block_width, role
+from smc_sglang.engine.sampling import density_of
 from smc_sglang.engine.scoring import PendingInput, ScoreInput
 from smc_sglang.smc import step
 
@@ -44,8 +45,8 @@ class CycleResult(GenerationBatchResult):
 
     block: step.Block | None = None
     members: list[GroupRows] | None = None
-    # None where only the host can tell which tokens finish a particle.
-    verdicts: dict[ParticleGroup, Verdict] | None = None
+    # Not of groups of which only the host can tell which tokens finish a particle.
+    verdicts: dict[ParticleGroup, Verdict] = field(default_factory=dict)
 
 
 @dataclass
@@ -147,21 +148,9 @@ class SmcWorker(BaseSpecWorker):
         """One SMC cycle over all rows: the algorithm box of :mod:`smc_sglang.smc.step` on SGLang's forwards."""
         rows = _describe(batch, pending=batch.spec_info.bonus_tokens)
         models = _BlockForwards(self, batch, widths=rows.draft_lengths + 1, width=max(rows.draft_lengths_list) + 1)
-        block = step.propose_and_score(rows, models.draft, models.score)
-
+        block, laws = step.propose_and_score(rows, models.draft, models.score)
         members = _group_rows(batch.reqs)
-        verdicts = None
-        if not any(needs_host(req) for req in batch.reqs):
-            valid, finished = valid_lengths(
-                block.tokens,
-                block.lengths,
-                [stop_ids(req) for req in batch.reqs],
-                torch.tensor(
-                    [req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs],
-                    device=block.tokens.device,
-                ),
-            )
-            verdicts = decide(members, block.log_increments, valid, finished)
+        block, verdicts = _decide(batch.reqs, members, block, laws)
 
         last = (block.lengths - 1).unsqueeze(1)
         return CycleResult(
@@ -249,6 +238,47 @@ class _BlockForwards:
         return self._views[len(rows)]
 
 
+def _decide(
+    reqs: list[Req], members: list[GroupRows], block: step.Block, laws: step.Laws
+) -> tuple[step.Block, dict[ParticleGroup, Verdict]]:
+    """What the cycle does to every group, and the block as it is committed."""
+    exact = [member for member in members if member.group.params.mode == "exact"]
+    verdicts: dict[ParticleGroup, Verdict] = {}
+    if exact:
+        block, verdicts = accept_exactly(exact, [member.rows for member in exact], block, laws)
+    remaining = [req.sampling_params.max_new_tokens - len(req.output_ids) for req in reqs]
+    valid, finished = valid_lengths(
+        block.tokens,
+        block.lengths,
+        [stop_ids(req, req.sampling_params) for req in reqs],
+        torch.tensor(remaining, device=block.tokens.device),
+    )
+    weighed = decide([m for m in members if m.group not in verdicts], block.log_increments, valid, finished)
+    # Whether a stop string comes before the first impossible token is not known here: such a block is redone, too.
+    degenerate = [member for member in members if member.group in weighed and weighed[member.group].degenerate]
+    if degenerate:
+        chains = [identical_chains(member, reqs) for member in degenerate]
+        block, redone = accept_exactly(degenerate, chains, block, laws)
+        weighed |= {group: replace(verdict, degenerate=True) for group, verdict in redone.items()}
+    if any(needs_host(req) for req in reqs):
+        weighed = {group: verdict for group, verdict in weighed.items() if verdict.degenerate}
+    verdicts |= weighed
+    _bar_from_tree(reqs, members, verdicts)
+    return block, verdicts
+
+
+def _bar_from_tree(reqs: list[Req], members: list[GroupRows], verdicts: dict[ParticleGroup, Verdict]) -> None:
+    """After exact acceptance all rows of a group hold the winner's tokens, but only its row the KV of them: should they
+    finish, the others' KV must not be published. (:meth:`Particle.become` lets them in again.)"""
+    for member in members:
+        verdict = verdicts.get(member.group)
+        if verdict is None or not verdict.exact or verdict.ancestors is None:
+            continue
+        for index, row in enumerate(member.rows):
+            if row >= 0 and index != verdict.ancestors[index]:
+                reqs[row].skip_radix_cache_insert = True
+
+
 @dataclass(frozen=True)
 class _RowParams:
     draft_length: int
@@ -280,20 +310,26 @@ def _describe(batch: ScheduleBatch, pending: torch.Tensor) -> step.Rows:
     device = batch.seq_lens.device
     rows = [_row(req) for req in batch.reqs]
     draft_lengths = tuple(row.draft_length for row in rows)
-    sampling = [req.sampling_params for req in batch.reqs]
-    greedy = [own.top_k == 1 for own in sampling]
+    greedy = [req.sampling_params.top_k == 1 for req in batch.reqs]
+    density = density_of(batch.reqs, batch.model_config.vocab_size, device)
     return step.Rows(
         pending=pending,
         draft_lengths=torch.tensor(draft_lengths, dtype=torch.int64, device=device),
         draft_lengths_list=draft_lengths,
-        temperatures=torch.tensor([own.temperature for own in sampling], dtype=torch.float32, device=device),
+        density=density,
         greedy=torch.tensor(greedy, dtype=torch.bool, device=device),
         any_greedy=any(greedy),
         powers=torch.tensor([row.power for row in rows], dtype=torch.float32, device=device),
         seeds=torch.tensor([row.seed for row in rows], dtype=torch.int64, device=device),
         particles=torch.tensor([row.particle for row in rows], dtype=torch.int64, device=device),
         positions=torch.tensor([len(req.output_ids) for req in batch.reqs], dtype=torch.int64, device=device),
+        keeps_laws=density.may_vanish or any(_is_exact(req) for req in batch.reqs),
     )
+
+
+def _is_exact(req: Req) -> bool:
+    own = role(req)
+    return isinstance(own, Particle) and own.group.params.mode == "exact"
 
 
 def _group_rows(reqs: list[Req]) -> list[GroupRows]:

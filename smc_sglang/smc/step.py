@@ -20,14 +20,14 @@ where a weight is checked for NaN.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from smc_sglang.smc.densities import Density, power_density
-from smc_sglang.smc.rejection import greedy_acceptance
+from smc_sglang.smc.rejection import Accepted, greedy_acceptance, multi_draft_acceptance
 from smc_sglang.smc.resampling import Scheme
 from smc_sglang.smc.rng import Stream, invert_cdf, sample_categorical, uniforms
 from smc_sglang.smc.weights import Weights
@@ -49,18 +49,14 @@ class Rows:
     pending: Tensor  # int64, the last committed token: neither model has run on it
     draft_lengths: Tensor  # int64, K_i; 0 = plain autoregressive decoding, no draft pass
     draft_lengths_list: tuple[int, ...]  # the same, known to the host
-    temperatures: Tensor  # float32
+    density: Density  # how each row's logits become p~ and q~
     greedy: Tensor  # bool, temperature 0: exact acceptance, no weights
     powers: Tensor  # float32, alpha
     seeds: Tensor  # int64
     particles: Tensor  # int64, index in the group
     positions: Tensor  # int64, of the first token that this block produces: the counter of its uniforms
     any_greedy: bool = True  # False where the host knows that no row is greedy: saves a pass over all logits
-
-    @property
-    def density(self) -> Density:
-        """How logits become p~ and q~."""
-        return Density(self.temperatures)
+    keeps_laws: bool = False  # True where exact acceptance may be asked for
 
     @property
     def longest_draft(self) -> int:
@@ -95,6 +91,39 @@ class Block:
     lengths: Tensor  # int64 [n_rows], committed tokens
     log_increments: Tensor  # float64 [n_rows, width], each token's part of log w; 0 for padding, greedy rows
 
+    def replaced(self, rows: Tensor, accepted: Accepted, owner: Tensor) -> Block:
+        """The block in which `rows` (int64 [r]) commit what group owner[i] (int64 [r]) has accepted."""
+        drafted = self.tokens[accepted.rows]
+        column = torch.arange(drafted.shape[1], device=drafted.device)
+        length = accepted.lengths.unsqueeze(1)
+        after = torch.where(column == length, accepted.last.unsqueeze(1), PADDING)
+        tokens = torch.where(column < length, drafted, after)
+        return Block(
+            self.tokens.index_copy(0, rows, tokens[owner]),
+            self.lengths.index_copy(0, rows, accepted.lengths[owner] + 1),
+            self.log_increments.index_fill(0, rows, 0.0),
+        )
+
+
+@dataclass(eq=False)
+class Laws:
+    """The laws of one block: what was drafted from, and what the target says."""
+
+    rows: Rows
+    drafted: Tensor  # int64 [n_rows, width - 1]
+    proposals: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # by offset: rows and log q~ of these rows
+    logits: Tensor = field(init=False)  # the target's, [n_rows, width, vocab]
+
+    def proposal(self, k: int) -> Tensor:
+        """log q~ at offset k, float32 [n_rows, vocab]; 0 for rows without one. Needs `Rows.keeps_laws`."""
+        index, log_probs = self.proposals[k]
+        return log_probs.new_zeros(self.logits.shape[0], log_probs.shape[-1]).index_copy_(0, index, log_probs)
+
+    def target(self, k: int) -> Tensor:
+        """log p~ after k drafted tokens, float32 [n_rows, vocab]."""
+        density = self.rows.density
+        return density.target(density.shaped(self.logits[:, k], self.drafted[:, :k], k))
+
 
 @dataclass(frozen=True, eq=False)
 class Resampled:
@@ -120,7 +149,9 @@ def first_tokens(logits: Tensor, rows: Rows, n_particles: int) -> tuple[Tensor, 
         Tokens int64 [n_rows, n_particles], and the log weight log c that all particles of a group get,
         float64 [n_rows].
     """
-    log_probs, log_c = power_density(rows.density.log_probs(logits), rows.powers)
+    nothing = torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
+    logits = rows.density.shaped(logits, nothing, 0)
+    log_probs, log_c = power_density(rows.density.target(logits), rows.powers)
     index = torch.arange(n_particles, device=logits.device)
     particles = torch.where((rows.powers == 1).unsqueeze(1), 0, index) + rows.particles.unsqueeze(1)
     draws = uniforms(rows.seeds.unsqueeze(1), particles, rows.positions.unsqueeze(1), Stream.BONUS)
@@ -129,29 +160,47 @@ def first_tokens(logits: Tensor, rows: Rows, n_particles: int) -> tuple[Tensor, 
     return tokens, log_c.to(torch.float64).masked_fill(rows.greedy, 0.0)
 
 
-def propose_and_score(rows: Rows, draft: Draft, score: Score) -> Block:
+def propose_and_score(rows: Rows, draft: Draft, score: Score) -> tuple[Block, Laws]:
     """Steps 1, 2 and 4 of the cycle: K_i draft tokens and a bonus per row, with their weight increments.
 
     Greedy rows commit the drafted tokens that are the target's argmax and then its own choice.
     """
-    inputs, log_q = _propose(rows, draft)
-    logits = score(inputs)  # [n_rows, width, vocab]
+    inputs, laws, log_q = _propose(rows, draft)
     drafted = inputs[:, 1:]
-    log_p = rows.density.log_probs_of(logits[:, :-1], drafted).to(torch.float64)
-    last, log_c = _bonus(rows, logits)
+    laws.logits = score(inputs)  # [n_rows, width, vocab]
+    log_p, last, log_c, choices = _judge(rows, laws)
 
     n_drafted = rows.draft_lengths
-    if rows.any_greedy:
-        n_accepted, choice = greedy_acceptance(drafted, logits.argmax(-1), rows.draft_lengths)
+    if choices is not None:
+        n_accepted, choice = greedy_acceptance(drafted, choices, rows.draft_lengths)
         n_drafted = torch.where(rows.greedy, n_accepted, n_drafted)
         last = torch.where(rows.greedy, choice, last)
     column = torch.arange(inputs.shape[1], device=inputs.device)
     is_drafted, is_last = column < n_drafted.unsqueeze(1), column == n_drafted.unsqueeze(1)
-
     gain = rows.powers.unsqueeze(1) * log_p - log_q
     increments = torch.where(is_drafted, pad(gain, (0, 1)), torch.where(is_last, log_c.unsqueeze(1), 0.0))
     tokens = torch.where(is_drafted, pad(drafted, (0, 1)), torch.where(is_last, last.unsqueeze(1), PADDING))
-    return Block(tokens, n_drafted + 1, increments.masked_fill(rows.greedy.unsqueeze(1), 0.0))
+    return Block(tokens, n_drafted + 1, increments.masked_fill(rows.greedy.unsqueeze(1), 0.0)), laws
+
+
+def accept_exactly(laws: Laws, members: Tensor) -> Accepted:
+    """Mode `exact`: what groups of identical particles commit, by rejection sampling over all of their chains.
+
+    Args:
+        members: int64 [n_groups, m], each group's rows, -1 at the end where there are fewer.
+    """
+    rows, drafted = laws.rows, laws.drafted
+    offsets = torch.arange(drafted.shape[1], device=drafted.device)
+    first = members[:, 0]
+    return multi_draft_acceptance(
+        members,
+        drafted,
+        rows.draft_lengths[first],
+        laws.proposal,
+        laws.target,
+        rows.uniforms(offsets, Stream.ACCEPT)[members.clamp(min=0)],
+        rows.uniforms(offsets.new_zeros(1), Stream.BONUS)[first, 0],
+    )
 
 
 def weigh(weights: Weights, increments: Tensor, valid: Tensor) -> Weights:
@@ -206,37 +255,64 @@ def settle(weights: Weights, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     return index, weights.log_mean
 
 
-def _propose(rows: Rows, draft: Draft) -> tuple[Tensor, Tensor]:
+def _propose(rows: Rows, draft: Draft) -> tuple[Tensor, Laws, Tensor]:
     """Step 1: draft K_i tokens per row.
 
     Returns:
-        The target's input, int64 [n_rows, width]: pending, drafted, zeros; and log q~ of the drafted, float64
-        [n_rows, width - 1].
+        The target's input, int64 [n_rows, width]: pending, drafted, zeros; the laws that were drafted from; and
+        log q~ of the drafted, float64 [n_rows, width - 1].
     """
     longest = rows.longest_draft
     inputs = pad(rows.pending.unsqueeze(1), (0, longest))
-    log_q = torch.zeros(inputs[:, 1:].shape, dtype=torch.float64, device=inputs.device)
+    drafted = inputs[:, 1:]
+    log_q = torch.zeros(drafted.shape, dtype=torch.float64, device=inputs.device)
     draws = rows.uniforms(torch.arange(longest, device=inputs.device), Stream.DRAFT)
-    density = rows.density
+    laws = Laws(rows, drafted)
     for k, index in rows.draft_passes():
         whole = len(index) == len(rows.draft_lengths_list)
+        density = rows.density if whole else rows.density.rows(index)
         logits = draft(k, index, inputs[index, k])
         if k == longest:
             break
-        log_probs = (density if whole else density.rows(index)).log_probs(logits)
+        logits = density.shaped(logits, drafted[index, :k], k)
+        log_probs = density.proposal(logits)
         tokens = sample_categorical(log_probs, draws[index, k])
         if rows.any_greedy:
             tokens = torch.where(rows.greedy[index], logits.argmax(-1), tokens)
         inputs[index, k + 1] = tokens
         log_q[index, k] = log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1).to(torch.float64)
+        if rows.keeps_laws:
+            laws.proposals.append((index, log_probs))
     # Rows in their last pass have drawn a token too many.
     beyond = torch.arange(longest + 1, device=inputs.device) > rows.draft_lengths.unsqueeze(1)
-    return inputs.masked_fill(beyond, 0), log_q
+    return inputs.masked_fill_(beyond, 0), laws, log_q
 
 
-def _bonus(rows: Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Step 4: each row's token after its drafted ones, int64 [n_rows], and log c, float64 [n_rows]."""
-    after_draft = logits[torch.arange(len(logits), device=logits.device), rows.draft_lengths]
-    log_probs, log_c = power_density(rows.density.log_probs(after_draft), rows.powers)
+def _judge(rows: Rows, laws: Laws) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Steps 2 and 4, position by position (all laws of a block at once would be its largest tensor).
+
+    Returns:
+        log p~ of the drafted tokens, float64 [n_rows, width - 1]; each row's token after its drafted ones, int64
+        [n_rows], with its log c, float64 [n_rows]; and where a row is greedy the target's choices, int64
+        [n_rows, width].
+    """
+    drafted, logits = laws.drafted, laws.logits
+    n_rows, width = logits.shape[:2]
+    log_p = torch.zeros(drafted.shape, dtype=torch.float64, device=logits.device)
+    last = torch.zeros(n_rows, dtype=torch.int64, device=logits.device)
+    log_c = torch.zeros(n_rows, dtype=torch.float64, device=logits.device)
+    choices = []
     draws = rows.uniforms(rows.draft_lengths.unsqueeze(1), Stream.BONUS).squeeze(1)
-    return sample_categorical(log_probs, draws), log_c.to(torch.float64)
+    for k in range(width):
+        shaped = rows.density.shaped(logits[:, k], drafted[:, :k], k)
+        if rows.any_greedy:
+            choices.append(shaped.argmax(-1))
+        log_probs = rows.density.target(shaped)
+        if k < width - 1:
+            log_p[:, k] = log_probs.gather(1, drafted[:, k : k + 1]).squeeze(1).to(torch.float64)
+        ending = [row for row, length in enumerate(rows.draft_lengths_list) if length == k]
+        if ending:
+            index = torch.tensor(ending, device=logits.device)
+            law, log_mass = power_density(log_probs if len(ending) == n_rows else log_probs[index], rows.powers[index])
+            last[index], log_c[index] = sample_categorical(law, draws[index]), log_mass.to(torch.float64)
+    return log_p, last, log_c, torch.stack(choices, dim=1) if choices else None

@@ -79,6 +79,7 @@ def running(folder: Path, *, noise: float = 0.5, environment: Mapping[str, str] 
             draft_model_path=str(draft),
             n_particles=4,
             draft_length=2,
+            max_draft_length=3,
             dtype="float32",
             max_running_requests=256,
             max_total_tokens=20_000,

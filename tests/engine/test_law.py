@@ -83,6 +83,39 @@ def test_plain_decoding_is_at_the_target(model: Enumerable) -> None:
     assert_law(answers, enumerate_law(3, lambda a: model.next_token("p", a, 0.8)))
 
 
+def truncated(p: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """The `top_k` most likely tokens, up to the first one that takes their mass beyond `top_p`."""
+    order = np.argsort(-p)
+    before = np.cumsum(p[order]) - p[order]
+    kept = order[(np.arange(len(p)) < top_k) & (before <= top_p)]
+    law = np.zeros_like(p)
+    law[kept] = p[kept] / p[kept].sum()
+    return law
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (1, 3), (2, 1), (4, 3), (8, 1), (8, 3)])
+def test_exact_is_at_the_target(model: Enumerable, n: int, k: int) -> None:
+    """For every N and K, with temperature, top_k and top_p."""
+    sampling = {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "max_new_tokens": 4}
+    answers, _ = model.answers(10 + n + k, **sampling, smc={"mode": "exact", "n_particles": n, "draft_length": k})
+    law = enumerate_law(4, lambda a: truncated(model.next_token("p", a, 0.8), 4, 0.9))
+    assert_law(answers, {answer: mass for answer, mass in law.items() if mass > 0})
+    assert {report["mode"] for report in model.reports} == {"exact"}
+    assert {report["log_z"] for report in model.reports} == {None}
+
+
+def test_truncation_is_never_crossed(model: Enumerable) -> None:
+    """Mode `smc`, where the proposal reaches beyond p~: no token of an answer does, whatever has to be redone."""
+    smc = {"n_particles": 2, "draft_length": 3, "resample_threshold": 0.5}
+    answers, _ = model.answers(30, temperature=1.0, top_k=2, max_new_tokens=6, smc=smc)
+    for answer in set(answers):
+        for i, token in enumerate(answer):
+            assert truncated(model.next_token("p", answer[:i]), 2, 1.0)[token] > 0
+    fallbacks = [report for report in model.reports if report["fallbacks"]]
+    assert 0 < len(fallbacks) < len(answers)
+    assert {report["log_z"] for report in fallbacks} == {None}
+
+
 def test_four_particles(model: Enumerable) -> None:
     answers, _ = model.answers(3, temperature=1.0, max_new_tokens=3, smc={"n_particles": 4, "draft_length": 1})
     assert_law(answers, group_law(model, 4, 1.0))

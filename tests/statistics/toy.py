@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from smc_sglang.smc import step
+from smc_sglang.smc.densities import Density
 from smc_sglang.smc.resampling import SCHEMES, Scheme, arrange
 from smc_sglang.smc.rng import Stream, uniforms
 from smc_sglang.smc.weights import Weights
@@ -155,7 +156,9 @@ def run(
         now = population.tokens.shape[-1] - len(START)
         shape = population.ended_at.shape
         models = _Models(toy, population.tokens[..., -2].flatten())
-        block = step.propose_and_score(_rows(population.tokens, seeds, draft_length, power), models.draft, models.score)
+        block, _ = step.propose_and_score(
+            _rows(population.tokens, seeds, draft_length, power), models.draft, models.score
+        )
         population, valid = population.extended(block.tokens.unflatten(0, shape), toy.length)
         weights = step.weigh(population.weights, block.log_increments.unflatten(0, shape), valid)
 
@@ -198,7 +201,7 @@ def _rows(tokens: Tensor, seeds: Tensor, draft_length: int, power: float) -> ste
         pending=tokens[..., -1].flatten(),
         draft_lengths=torch.full((n_rows,), draft_length),
         draft_lengths_list=(draft_length,) * n_rows,
-        temperatures=torch.ones(n_rows),
+        density=Density(torch.ones(n_rows)),
         greedy=torch.zeros(n_rows, dtype=torch.bool),
         powers=torch.full((n_rows,), power),
         seeds=seeds.repeat_interleave(n),

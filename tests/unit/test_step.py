@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from smc_sglang.smc import step
-from smc_sglang.smc.densities import log_density
+from smc_sglang.smc.densities import Density, log_density
 from smc_sglang.smc.rng import Stream, sample_categorical, uniforms
 
 VOCAB = 300  # more than one block of sampling
@@ -42,7 +42,7 @@ def make_rows(draft_lengths: list[int], **changes: Tensor | bool) -> step.Rows:
         pending=torch.arange(n) * 7 + 1,
         draft_lengths=torch.tensor(draft_lengths),
         draft_lengths_list=tuple(draft_lengths),
-        temperatures=torch.linspace(0.5, 1.5, n),
+        density=Density(torch.linspace(0.5, 1.5, n)),
         greedy=torch.zeros(n, dtype=torch.bool),
         powers=torch.ones(n),
         seeds=torch.arange(n) + 100,
@@ -58,12 +58,13 @@ def take(rows: step.Rows, index: list[int]) -> step.Rows:
         for field in fields(rows)
         if isinstance(getattr(rows, field.name), Tensor)
     }
+    chosen["density"] = rows.density.rows(torch.tensor(index))
     return replace(rows, **chosen, draft_lengths_list=tuple(rows.draft_lengths_list[i] for i in index))
 
 
 def run(rows: step.Rows) -> tuple[step.Block, Models]:
     models = Models()
-    return step.propose_and_score(rows, models.draft, models.score), models
+    return step.propose_and_score(rows, models.draft, models.score)[0], models
 
 
 MIXED = make_rows(
@@ -75,7 +76,7 @@ MIXED = make_rows(
 
 def naive_row(rows: step.Rows, row: int) -> tuple[list[int], list[float]]:
     """One row's block, by the book."""
-    k_row, alpha, temperature = rows.draft_lengths_list[row], float(rows.powers[row]), rows.temperatures[row]
+    k_row, alpha, temperature = rows.draft_lengths_list[row], float(rows.powers[row]), rows.density.temperatures[row]
     position = int(rows.positions[row])
 
     def draw(log_probs: Tensor, offset: int, stream: Stream) -> int:
@@ -171,7 +172,7 @@ def test_what_padding_scores_does_not_matter() -> None:
         beyond = torch.arange(tokens.shape[1]) > MIXED.draft_lengths[:, None]
         return logits.masked_fill(beyond[..., None], torch.nan)
 
-    block, expected = step.propose_and_score(MIXED, models.draft, score), run(MIXED)[0]
+    (block, _), (expected, _) = step.propose_and_score(MIXED, models.draft, score), run(MIXED)
     assert torch.equal(block.tokens, expected.tokens)
     assert torch.equal(block.log_increments, expected.log_increments)
 
@@ -193,7 +194,7 @@ def test_greedy_rows_decode_like_the_target_alone(draft_length: int, draft: Tens
     models, tokens, cycles = Models(draft), [5], 0
     while len(tokens) <= len(plain):
         rows = make_rows([draft_length], pending=torch.tensor(tokens[-1:]), greedy=torch.tensor([True]))
-        block = step.propose_and_score(rows, models.draft, models.score)
+        block, _ = step.propose_and_score(rows, models.draft, models.score)
         tokens += block.tokens[0, : int(block.lengths[0])].tolist()
         cycles += 1
     assert tokens[1 : len(plain) + 1] == plain
@@ -203,7 +204,7 @@ def test_greedy_rows_decode_like_the_target_alone(draft_length: int, draft: Tens
 
 def test_a_perfect_draft_gives_no_weight() -> None:
     models = Models(draft=TARGET)
-    block = step.propose_and_score(make_rows([4, 2, 3]), models.draft, models.score)
+    block, _ = step.propose_and_score(make_rows([4, 2, 3]), models.draft, models.score)
     assert bool((block.log_increments == 0).all())
 
 
@@ -212,7 +213,7 @@ def test_a_token_that_the_target_excludes_weighs_minus_infinity() -> None:
     target[:, : VOCAB - 1] = -torch.inf
     draft[:, VOCAB - 1] = -torch.inf
     models = Models(draft, target)
-    block = step.propose_and_score(make_rows([2, 2]), models.draft, models.score)
+    block, _ = step.propose_and_score(make_rows([2, 2]), models.draft, models.score)
     assert bool(block.log_increments[:, :2].isneginf().all())
     assert block.tokens[:, 2].tolist() == [VOCAB - 1] * 2
     assert bool((block.log_increments[:, 2] == 0).all())
@@ -231,7 +232,7 @@ def test_first_tokens_are_shared_at_power_one_only() -> None:
     assert len(tokens[0].unique()) == 1
     assert len(tokens[1].unique()) > 4
     assert tokens[2].unique().tolist() == [int(logits[2].argmax())]
-    powered = 2 * log_density(logits[1], rows.temperatures[1]).double()
+    powered = 2 * log_density(logits[1], rows.density.temperatures[1]).double()
     assert log_c.dtype == torch.float64
     assert log_c.tolist() == pytest.approx([0.0, float(powered.logsumexp(-1)), 0.0], abs=1e-5)
 
