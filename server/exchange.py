@@ -24,6 +24,7 @@ class Exchange:
 
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     refusal: tuple[int, str] | None = None  # HTTP status, sentence
+    rids: set[str] = field(default_factory=set)  # of everything that was sent to the engine: one per answer
     _seen: set[int] = field(default_factory=set)
     _finished: set[int] = field(default_factory=set)
 
@@ -69,12 +70,17 @@ def observe(tokenizer_manager: Any) -> None:
     A request whose client has gone is aborted at once. (SGLang itself waits: two seconds after a stream has broken
     off, and for the next output or four seconds otherwise.)
     """
-    generate = tokenizer_manager.generate_request
+    generate, send = tokenizer_manager.generate_request, tokenizer_manager._send_one_request
+
+    async def send_one_request(tokenized: Any) -> None:
+        if (exchange := CURRENT.get()) is not None:
+            exchange.rids.add(tokenized.rid)
+        await send(tokenized)
 
     async def generate_request(obj: Any, request: Any = None) -> AsyncIterator[Any]:
         exchange = CURRENT.get() or Exchange()
         try:
-            aborted = _aborted_without_client(tokenizer_manager, obj, request)
+            aborted = _aborted_without_client(tokenizer_manager, obj, request, exchange)
             async with aborted, aclosing(generate(obj, request)) as outputs:
                 async for output in outputs:
                     # Without streaming, several prompts or choices come as one list.
@@ -87,17 +93,18 @@ def observe(tokenizer_manager: Any) -> None:
             raise
 
     tokenizer_manager.generate_request = generate_request
+    tokenizer_manager._send_one_request = send_one_request
 
 
 @asynccontextmanager
-async def _aborted_without_client(manager: Any, obj: Any, request: Any) -> AsyncIterator[None]:
+async def _aborted_without_client(manager: Any, obj: Any, request: Any, exchange: Exchange) -> AsyncIterator[None]:
     """Abort `obj` in the engine when its client leaves, seen by polling or as the end of its stream."""
     if request is None or obj.background:
         yield
         return
 
     def abort() -> None:
-        for rid in obj.rid if isinstance(obj.rid, list) else [obj.rid]:
+        for rid in exchange.rids.union(obj.rid if isinstance(obj.rid, list) else [obj.rid]):
             if rid in manager.rid_to_state:
                 manager.abort_request(rid)
 

@@ -115,9 +115,8 @@ class Intake:
             if value is not None and value not in accepted:
                 raise RequestError(f"{field} is not supported", param=field)
         for field in ("max_tokens", "max_completion_tokens"):  # SGLang's chat route takes 0 for "not given"
-            value = request.get(field)
-            if isinstance(value, int) and value < 1:
-                raise RequestError(f"{field} must be at least 1, got {value}", param=field)
+            _check_positive(request, field)
+        _check_counts(request)
         if request.get("stream_options") is not None and not request.get("stream"):
             raise RequestError("stream_options is allowed only when stream is true", param="stream_options")
 
@@ -146,6 +145,9 @@ class Intake:
                 raise RequestError(f"sampling_params must be an object, got {_kind(target)}", param="sampling_params")
             if route.check_sampling is not None:
                 route.check_sampling(target)
+            if target.get("n", 1) is None:
+                del target["n"]  # SGLang does not survive null here
+            _check_counts(target)
         self._place(smc, targets, "sampling_params.custom_params")
 
     def _place(self, smc: Any, targets: list[dict[str, Any]], name: str) -> None:
@@ -176,6 +178,19 @@ def _check_fields(route: Route, request: dict[str, Any]) -> None:
     for field in request:
         if field not in route.known:
             raise unknown_field(field, route.known, route.path)
+
+
+def _check_positive(fields: dict[str, Any], field: str) -> None:
+    value = fields.get(field)
+    if isinstance(value, int) and value < 1:
+        raise RequestError(f"{field} must be at least 1, got {value}", param=field)
+
+
+def _check_counts(sampling: dict[str, Any]) -> None:
+    """What SGLang does not look at: any n, and top_k where the temperature is 0."""
+    _check_positive(sampling, "n")
+    if sampling.get("top_k") != -1:
+        _check_positive(sampling, "top_k")
 
 
 def _check_prompts(request: dict[str, Any]) -> None:

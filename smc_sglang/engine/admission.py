@@ -6,14 +6,17 @@ share it. A request that passes can still be too large for the server's KV pool:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from smc_sglang.config import SmcConfig, SmcParams
+from smc_sglang.smc.rng import derive_seed
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_params import SamplingParams
 
+_SENT = "smc_sent"  # in the custom parameters that the answers share: how many of them were sent
 _SAMPLING = {
     "beam_width": "beam search",
     "watermark": "watermarking",
@@ -59,6 +62,27 @@ def check(request: Any, sampling: SamplingParams, input_ids: Sequence[int] | Non
         raise ValueError(problem)
 
 
+def send_as_child(tokenized: Any) -> None:
+    """Give each of a request's `n` answers its own seed.
+
+    SGLang sends the same tokenised request `n` times, all with the same sampling parameters, after one that only
+    prefills the prompt (max_new_tokens 0).
+
+    Args:
+        tokenized: SGLang's `TokenizedGenerateReqInput`, about to be sent to the scheduler.
+    """
+    shared = tokenized.sampling_params
+    if shared.n == 1 or shared.max_new_tokens == 0 or shared.sampling_seed is None:
+        return
+    shared.custom_params = shared.custom_params or {}
+    index = shared.custom_params.get(_SENT, 0)
+    shared.custom_params[_SENT] = index + 1
+    own = tokenized.sampling_params = copy.copy(shared)
+    own.custom_params = {name: value for name, value in shared.custom_params.items() if name != _SENT}
+    if index > 0:  # the first answer is the one that n = 1 gives
+        own.sampling_seed = derive_seed(shared.sampling_seed, index)
+
+
 def _smc_problems(params: SmcParams, sampling: SamplingParams) -> Iterator[str]:
     greedy = sampling.top_k == 1
     if params.power != 1.0 and (params.mode != "smc" or greedy):
@@ -73,8 +97,6 @@ def _sampling_problems(sampling: SamplingParams) -> Iterator[str]:
     for name, what in _SAMPLING.items():
         if getattr(sampling, name):
             yield f"{name} ({what}) is not supported yet: leave it out"
-    if sampling.n > 1:
-        yield f"n={sampling.n} is not supported yet: send {sampling.n} requests"
 
 
 def _request_problems(request: Any) -> Iterator[str]:

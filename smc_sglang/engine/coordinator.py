@@ -66,7 +66,7 @@ class Coordinator:
         seed = self._seed(req)
         if req.sampling_params.top_k == 1 and params.mode != "off":
             req.smc = Solo(params, seed, draft_length=params.draft_length)
-        elif params.mode == "off":
+        elif params.mode == "off" or req.sampling_params.max_new_tokens == 0:  # 0: only the prompt is wanted
             req.smc = Solo(params, seed, draft_length=0)
         else:
             self._enlist_group(req, params, seed, chosen=(custom.get("smc") or {}).get("n_particles") is not None)
@@ -78,6 +78,9 @@ class Coordinator:
             chosen: the client asked for this n_particles: then it is honoured or refused. The server's own default
                 is lowered to what fits instead; the report says how many particles there were.
         """
+        if not chosen:  # SGLang cuts answers at the end of the pool; our particle needs a little more there
+            room = self._scheduler.max_total_num_tokens - _ADMISSION_SLACK - len(req.origin_input_ids) - 1
+            req.sampling_params.max_new_tokens = max(min(req.sampling_params.max_new_tokens, room), 1)
         n, problem = self._largest_population(req, params)
         if n < params.n_particles and (chosen or n < 1):
             req.set_finish_with_abort(problem)
@@ -99,14 +102,13 @@ class Coordinator:
         if n > n_rows:
             return n_rows, f"smc.n_particles={n} is above the server's {n_rows} rows (--max-running-requests)"
         prompt, new_tokens = len(req.origin_input_ids), req.sampling_params.max_new_tokens
-        per_particle = new_tokens + params.draft_length + 1
+        per_particle = new_tokens + 1  # see ParticleGroup.queue
         limit = self._scheduler.max_total_num_tokens
         fitting = max(limit - _ADMISSION_SLACK - prompt, 0) // per_particle
         need = prompt + n * per_particle + _ADMISSION_SLACK
         return min(n, fitting), (
             f"The request may need {need} KV slots ({prompt} prompt tokens and {n} particles of "
-            f"up to {new_tokens} new tokens and a block of {params.draft_length + 1}) but the server has {limit}: "
-            "lower max_tokens or smc.n_particles"
+            f"up to {new_tokens} new tokens) but the server has {limit}: lower max_tokens or smc.n_particles"
         )
 
     def rows_promised(self, running: Iterable[Req]) -> int:

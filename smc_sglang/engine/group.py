@@ -121,7 +121,7 @@ class ParticleGroup:
         """
         population = copy.copy(self.client_params)
         spoken = len(self.parent.output_ids)
-        per_particle = self.client_params.max_new_tokens - spoken + self.params.draft_length + 1
+        per_particle = self.client_params.max_new_tokens - spoken + 1  # its last block may reach one beyond
         population.max_new_tokens = spoken + self.params.n_particles * per_particle + 1
         population.ignore_eos = True
         population.stop_strs, population.stop_regex_strs = [], []

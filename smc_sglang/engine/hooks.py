@@ -173,6 +173,13 @@ def _admit(tokenized: Any, manager: Any, request: Any, *_: Any, **__: Any) -> No
         check(request, tokenized.sampling_params, tokenized.input_ids)
 
 
+def _send(manager: Any, tokenized: Any, *_: Any, **__: Any) -> None:
+    from smc_sglang.engine.admission import send_as_child
+
+    if _runs_smc(manager.server_args) and hasattr(tokenized, "sampling_params"):
+        send_as_child(tokenized)
+
+
 def _report(original: Callable[..., None], meta_info: dict[str, Any], state: Any, key: str, values: list[Any]) -> None:
     from smc_sglang.engine.streamer import REPORT
 
@@ -260,6 +267,12 @@ _ENGINE_HOOKS: tuple[Hook, ...] = (
         HookType.AFTER,
         _admit,
         "requests that would not be honoured are refused before they are scheduled",
+    ),
+    Hook(
+        f"{_TOKENIZER}._send_one_request",
+        HookType.BEFORE,
+        _send,
+        "the n answers to one prompt are sent with one seed: each gets its own",
     ),
     Hook(
         f"{_TOKENIZER}._accumulate_request_meta_info",

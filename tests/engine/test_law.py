@@ -104,6 +104,38 @@ def test_exact_is_at_the_target(model: Enumerable, n: int, k: int) -> None:
     assert {report["log_z"] for report in model.reports} == {None}
 
 
+def shaped(model: Enumerable, name: str, answer: Sequence) -> np.ndarray:
+    """The law under SHAPED, with penalties by what `answer` holds."""
+    logits = np.log(model.next_token(name, answer))
+    logits[2] += 1.5
+    for token, count in Counter(answer).items():
+        logits[token] -= 1.0 * count + 0.5
+    if len(answer) < 2:
+        logits[EOS] = -np.inf
+    mass = np.exp(logits)
+    return mass / mass.sum()
+
+
+# A bias added after the penalties or before them is the same here: only the multiplicative one does not commute.
+SHAPED = {"frequency_penalty": 1.0, "presence_penalty": 0.5, "logit_bias": {"2": 1.5}, "min_new_tokens": 2}
+
+
+def test_penalties_bias_and_minimum_define_the_target(model: Enumerable) -> None:
+    smc = {"mode": "exact", "n_particles": 2, "draft_length": 3}
+    answers, _ = model.answers(40, temperature=1.0, max_new_tokens=4, smc=smc, **SHAPED)
+    law = enumerate_law(4, lambda a: shaped(model, "p", a))
+    assert_law(answers, {answer: mass for answer, mass in law.items() if mass > 0})
+
+
+def test_penalties_bias_and_minimum_define_the_proposal(model: Enumerable) -> None:
+    """N = 1 is K tokens from q~ and one from p~."""
+    smc = {"n_particles": 1, "draft_length": 1}
+    answers, log_z = model.answers(41, temperature=1.0, max_new_tokens=4, smc=smc, **SHAPED)
+    law = enumerate_law(4, lambda a: shaped(model, "q" if len(a) % 2 else "p", a))
+    assert_law(answers, {answer: mass for answer, mass in law.items() if mass > 0})
+    assert abs(np.exp(log_z).mean() - 1) < 4 * np.exp(log_z).std() / len(log_z) ** 0.5
+
+
 def test_truncation_is_never_crossed(model: Enumerable) -> None:
     """Mode `smc`, where the proposal reaches beyond p~: no token of an answer does, whatever has to be redone."""
     smc = {"n_particles": 2, "draft_length": 3, "resample_threshold": 0.5}

@@ -21,8 +21,10 @@ pytestmark = pytest.mark.engine
         {"n_particles": 3, "draft_length": 1, "resample_threshold": 1.0},
         {"n_particles": 1, "draft_length": 3},
         {"mode": "off"},
+        {"mode": "exact", "n_particles": 1, "draft_length": 8},
+        {"mode": "exact", "n_particles": 4, "draft_length": 4},
     ],
-    ids=["n4-k4", "n7-k8-power2", "n3-k1", "n1-k3", "off"],
+    ids=["n4-k4", "n7-k8-power2", "n3-k1", "n1-k3", "off", "exact-n1-k8", "exact-n4-k4"],
 )
 def test_logits_equal_a_plain_forward(tiny: TinyEngine, smc: dict[str, Any]) -> None:
     prompts = [[1, 5, 6, 7], [1, 5, 6, 9, 10, 11], list(range(2, 60)) * 2]

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,12 @@ import pytest
 
 START_LIMIT = 540.0  # s; a cold first start also builds the demo pair
 STOP_LIMIT = 10.0  # s
+# SGLang's and our own checks of every KV slot's owner, after each step.
+STRICT_CHECKS = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
 
 
 @dataclass
@@ -29,14 +35,20 @@ class Server:
     log: Path
 
     @classmethod
-    def start(cls, log: Path, *arguments: str) -> Server:
-        """Start a server on a free port and wait until it is healthy."""
+    def start(cls, log: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Server:
+        """Start a server on a free port, with `environment` beside this process', and wait until it is healthy."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         command = [sys.executable, "-m", "smc_sglang.cli", "serve", "--port", str(port), *arguments]
         with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=os.environ | dict(environment or {}),
+            )
         server = cls(process, f"http://127.0.0.1:{port}", log)
         try:
             server._wait_until_healthy()

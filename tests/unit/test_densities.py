@@ -1,9 +1,21 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from smc_sglang.smc.densities import Density, log_density, power_density
+from smc_sglang.smc.densities import (
+    ALL_TOKENS,
+    EPSILON,
+    Bias,
+    Density,
+    MinLength,
+    Penalties,
+    Truncation,
+    log_density,
+    power_density,
+)
 from smc_sglang.smc.rejection import greedy_acceptance
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -66,15 +78,90 @@ def test_power_one_changes_nothing() -> None:
     assert log_c[1] != 0
 
 
-def test_tokens_of_a_block_are_looked_up_by_position() -> None:
-    logits = torch.randn(3, 5, 7, generator=GENERATOR)
-    tokens = torch.randint(7, (3, 5), generator=GENERATOR)
-    density = Density(torch.tensor([0.5, 1.0, 2.0]))
-    everything = log_density(logits, density.temperatures[:, None])
-    assert torch.equal(density.log_probs_of(logits, tokens), everything.gather(-1, tokens[..., None])[..., 0])
-    assert density.log_probs_of(logits[:, :0], tokens[:, :0]).shape == (3, 0)
-    index = torch.tensor([2, 0])
-    assert torch.equal(density.rows(index).log_probs(logits[index, 0]), everything[index, 0])
+def truncation(top_k: int = ALL_TOKENS, top_p: float = 1.0, min_p: float = 0.0, rows: int = 1) -> Truncation:
+    return Truncation(torch.full((rows,), top_k), torch.full((rows,), top_p), torch.full((rows,), min_p))
+
+
+LAW = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kept"),
+    [
+        ({"top_k": 2}, {1, 3}),
+        ({"top_k": 1}, {1}),
+        ({"top_k": 9}, {0, 1, 2, 3}),
+        ({"top_p": 0.39}, {1}),
+        ({"top_p": 0.41}, {1, 3}),  # the token that goes beyond it is kept
+        ({"top_p": 0.95}, {0, 1, 2, 3}),
+        ({"min_p": 0.6}, {1, 3}),
+        ({"min_p": 1.0}, {1}),
+        ({"top_k": 3, "top_p": 0.41, "min_p": 0.1}, {1, 3}),
+        ({}, {0, 1, 2, 3}),
+    ],
+)
+def test_truncation_keeps_the_likely_tokens(parameters: dict, kept: set[int]) -> None:
+    law = truncation(**parameters).apply(LAW)[0].exp()
+    assert {token for token in range(4) if law[token] > 0} == kept
+    mass = sum(float(LAW[0, token].exp()) for token in kept)
+    assert [float(law[token]) for token in kept] == pytest.approx([float(LAW[0, t].exp()) / mass for t in kept])
+
+
+def test_truncation_of_a_flat_law_looks_at_the_whole_vocabulary() -> None:
+    """More tokens are kept than are sorted at first; a peaked row beside it is not changed by that."""
+    laws = torch.stack([torch.randn(5000, generator=GENERATOR) * scale for scale in (0.1, 8.0)]).log_softmax(-1)
+    both = truncation(top_p=0.9, rows=2).apply(laws)
+    for row in range(2):
+        values, index = laws[row].double().exp().sort(descending=True)
+        n_kept = int((values.cumsum(0) - values <= 0.9).sum())
+        assert set(both[row].isfinite().nonzero().flatten().tolist()) == set(index[:n_kept].tolist())
+    assert torch.equal(both[1], truncation(top_p=0.9).apply(laws[1:])[0])
+
+
+def test_the_proposal_of_a_truncated_row_reaches_every_token() -> None:
+    density = Density(torch.ones(2), Truncation(torch.tensor([2, ALL_TOKENS]), torch.ones(2), torch.zeros(2)))
+    logits = LAW.repeat(2, 1)
+    q, p = density.proposal(logits).exp(), density.target(logits).exp()
+    assert torch.allclose(q[0], (1 - EPSILON) * p[0] + EPSILON * LAW[0].exp())
+    assert torch.equal(p[1], q[1])
+    assert q.sum(-1).tolist() == pytest.approx([1.0, 1.0])
+
+
+def test_penalties_see_the_tokens_of_the_block() -> None:
+    counts = torch.tensor([[2.0, 0, 0, 0], [0, 0, 0, 0]])
+    penalties = Penalties(counts, torch.tensor([0.5, 0.0]), torch.tensor([0.25, 0.0]), torch.tensor([1.0, 2.0]))
+    logits = torch.tensor([[1.0, 1.0, 1.0, 1.0], [3.0, -1.0, 1.0, 0.0]])
+    drafted = torch.tensor([[0, 1, 3], [0, 1, 2]])
+    shaped = Density(torch.ones(2), shapers=(penalties,)).shaped(logits, drafted, torch.tensor([2, 2]))
+    assert shaped[0].tolist() == [1 - 0.5 * 3 - 0.25, 1 - 0.5 - 0.25, 1.0, 1.0]  # what comes later does not count
+    assert shaped[1].tolist() == [1.5, -2.0, 1.0, 0.0]
+    assert logits[0].tolist() == [1.0] * 4
+
+
+def test_no_stop_before_the_minimum() -> None:
+    stops = torch.tensor([[False, True, False], [False, True, False]])
+    density = Density(torch.ones(2), shapers=(MinLength(torch.tensor([2, 0]), stops),))
+    for offset, banned in ((0, True), (1, True), (2, False)):
+        shaped = density.shaped(torch.zeros(2, 3), torch.zeros(2, offset, dtype=torch.int64), offset)
+        assert bool(shaped[0, 1].isneginf()) == banned
+        assert shaped[1].tolist() == [0.0] * 3
+
+
+def test_a_bias_of_minus_infinity_is_a_ban() -> None:
+    bias = Bias(torch.tensor([[0.0, -torch.inf, 2.0]]))
+    density = Density(torch.tensor([0.5]), shapers=(bias,))
+    shaped = density.shaped(torch.zeros(1, 3), torch.zeros(1, 0, dtype=torch.int64), 0)
+    assert density.target(shaped)[0, 1] == -torch.inf
+    assert density.proposal(shaped)[0].exp().tolist() == pytest.approx([1 / (1 + math.e**4), 0, 1 / (1 + math.e**-4)])
+    assert density.may_vanish
+
+
+def test_rows_take_every_parameter_along() -> None:
+    density = Density(TEMPERATURES, truncation(top_k=2, rows=4), (Bias(torch.arange(28.0).view(4, 7)),))
+    some = density.rows(torch.tensor([2, 0]))
+    nothing = torch.zeros(4, 0, dtype=torch.int64)
+    whole = density.target(density.shaped(LOGITS, nothing, 0))[[2, 0]]
+    assert torch.equal(some.target(some.shaped(LOGITS[[2, 0]], nothing[:2], 0)), whole)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_server_config_of_a_local_draft(tmp_path: Any) -> None:
     assert config.draft_model == tmp_path.name
     assert (config.limits.n_particles, config.limits.draft_length) == (5, 8)
     assert config.defaults.n_particles == 4
-    assert config.modes == ["smc", "off"]
+    assert config.modes == ["smc", "exact", "off"]
     assert set(config.versions) == {"smc-sglang", "sglang", "torch"}
 
 
