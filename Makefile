@@ -26,9 +26,11 @@ check: $(READY)  ## Lint, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY)  ## Acceptance of the demo draft, and tokens per second of `off` and `smc`
+bench: $(READY)  ## Acceptance of the demo draft, tokens per second of `off` and `smc`, cost of resampling, KV saved
 	$(BIN)/python bench/draft_search.py
 	$(BIN)/python bench/demo_speed.py
+	$(BIN)/python -m bench.resample
+	$(BIN)/python -m bench.kv_sharing
 
 lock: $(READY)  ## Remake requirements.lock from pyproject.toml
 	$(BIN)/$(LOCK)

@@ -22,6 +22,7 @@ from server.errors import RequestError
 from smc_sglang.config import SmcConfig, SmcParams
 
 SMC = "smc"
+MAX_ANSWERS = 128  # n of one request; OpenAI's limit
 DEFAULT_MODEL = "default"  # SGLang's name for "no model given"
 
 # OpenAI's fields that change nothing here, whatever they say.
@@ -189,6 +190,9 @@ def _check_positive(fields: dict[str, Any], field: str) -> None:
 def _check_counts(sampling: dict[str, Any]) -> None:
     """What SGLang does not look at: any n, and top_k where the temperature is 0."""
     _check_positive(sampling, "n")
+    n = sampling.get("n")
+    if isinstance(n, int) and n > MAX_ANSWERS:
+        raise RequestError(f"n must be at most {MAX_ANSWERS}, got {n}", param="n")
     if sampling.get("top_k") != -1:
         _check_positive(sampling, "top_k")
 

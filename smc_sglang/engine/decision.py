@@ -124,13 +124,22 @@ def accept_exactly(
     accepted = step.accept_exactly(laws, padded)
     live = [[row for row in member.rows if row >= 0] for member in members]
     owner = torch.tensor([i for i, rows in enumerate(live) for _ in rows], device=device)
-    block = block.replaced(torch.tensor([row for rows in live for row in rows], device=device), accepted, owner)
+    index = torch.tensor([row for rows in live for row in rows], device=device)
+    # A law that is not a number is one of the logits': no token that follows from it may be committed.
+    nan = block.log_increments[index].isnan().any(1)
+    broken = torch.zeros(len(members), dtype=torch.int64, device=device).index_add_(0, owner, nan.long()).tolist()
     verdicts = {}
-    for member, winner in zip(members, accepted.rows.tolist(), strict=True):
+    for i, (member, winner) in enumerate(zip(members, accepted.rows.tolist(), strict=True)):
         n = len(member.rows)
-        ancestors = [member.rows.index(winner)] * n
-        verdicts[member.group] = Verdict(Weights.uniform(n, device=device), ancestors, 0.0, float(n), exact=True)
-    return block, verdicts
+        verdicts[member.group] = Verdict(
+            weights=Weights.uniform(n, device=device),
+            ancestors=[member.rows.index(winner)] * n,
+            log_z_increment=0.0,
+            ess=float(n),
+            broken=broken[i] > 0,
+            exact=True,
+        )
+    return block.replaced(index, accepted, owner), verdicts
 
 
 def identical_chains(member: GroupRows, reqs: Sequence[Req]) -> list[int]:

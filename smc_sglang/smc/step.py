@@ -115,7 +115,7 @@ class Laws:
     logits: Tensor = field(init=False)  # the target's, [n_rows, width, vocab]
 
     def proposal(self, k: int) -> Tensor:
-        """log q~ at offset k, float32 [n_rows, vocab]; 0 for rows without one. Needs `Rows.keeps_laws`."""
+        """log q~ at offset k, float32 [n_rows, vocab]; of no meaning for rows that draft nothing there. Needs `Rows.keeps_laws`."""
         index, log_probs = self.proposals[k]
         return log_probs.new_zeros(self.logits.shape[0], log_probs.shape[-1]).index_copy_(0, index, log_probs)
 
