@@ -20,13 +20,8 @@ _SENT = "smc_sent"  # in the custom parameters that the answers share: how many 
 _SAMPLING = {
     "beam_width": "beam search",
     "watermark": "watermarking",
-    "json_schema": "structured output",
-    "regex": "structured output",
-    "ebnf": "structured output",
-    "structural_tag": "structured output",
 }
 _REQUEST_FLAGS = {
-    "return_logprob": "logprobs",
     "return_hidden_states": "return_hidden_states",
     "return_routed_experts": "return_routed_experts",
     "return_sampling_mask": "return_sampling_mask",
@@ -89,8 +84,8 @@ def _smc_problems(params: SmcParams, sampling: SamplingParams) -> Iterator[str]:
         yield f"smc.power={params.power:g} needs mode 'smc' and a temperature above 0"
     if params.max_stream_lag is not None:
         yield "smc.max_stream_lag is not supported yet: leave it out (streams send what all particles agree on)"
-    if params.grammar_semantics == "global":
-        yield "smc.grammar_semantics 'global' is not supported yet: leave it out"
+    if params.grammar_semantics == "global" and (params.mode != "smc" or greedy):
+        yield "smc.grammar_semantics 'global' needs mode 'smc' and a temperature above 0"
 
 
 def _sampling_problems(sampling: SamplingParams) -> Iterator[str]:

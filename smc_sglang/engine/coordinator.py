@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +142,10 @@ class Coordinator:
         assert result.first_log_weights is not None
         forked: list[Req] = []
         newborn: list[Req] = []
-        for req, tokens, log_weight in zip(batch.reqs, result.first_tokens, result.first_log_weights, strict=True):
+        first_logprobs: Sequence[list[float] | None] = result.first_logprobs or [None] * len(batch.reqs)
+        for req, tokens, log_weight, log_probs in zip(
+            batch.reqs, result.first_tokens, result.first_log_weights, first_logprobs, strict=True
+        ):
             own = role(req)
             if isinstance(own, Solo) and own.draft_length == 0:
                 # Only the target runs on what comes now: it must not be offered to requests that draft.
@@ -150,15 +153,25 @@ class Coordinator:
             if not isinstance(own, ParticleGroup) or req.finished() or not own.prefill_is_complete:
                 continue
             forked.append(req)
-            self._fork(own, tokens, log_weight.expand(len(tokens)).clone())
+            self._fork(own, tokens, log_weight.expand(len(tokens)).clone(), log_probs)
             newborn += [particle.req for particle in own.live]
             self._speak_or_finish(own)
         if forked:
             batch.filter_batch(reqs_to_exclude=forked)
             self._join_running(newborn)
 
-    def _fork(self, group: ParticleGroup, first_tokens: list[int], log_weights: torch.Tensor) -> None:
-        group.fork(first_tokens, log_weights)
+    def _fork(
+        self,
+        group: ParticleGroup,
+        first_tokens: list[int],
+        log_weights: torch.Tensor,
+        first_logprobs: list[float] | None,
+    ) -> None:
+        if log_weights.isneginf().all():  # nothing of p~ is in the grammar's language
+            group.diagnostics.fallbacks += 1
+            group.add_log_z(None)
+            log_weights = torch.zeros_like(log_weights)
+        group.fork(first_tokens, log_weights, first_logprobs)
         self._tree.fork(group.parent, [particle.req for particle in group.particles])
         for particle in group.particles:
             particle.req.update_finish_state(1)
@@ -199,11 +212,11 @@ class Coordinator:
         if not members:
             return {}
         assert block is not None
-        committed = block.lengths.tolist()
-        valid = [
-            committed[row] - (len(req.output_ids) - len(req.output_ids_through_stop))
-            for row, req in enumerate(batch.reqs)
-        ]
+        valid = [0] * len(batch.reqs)
+        for member in members:
+            for row in member.rows:
+                if row >= 0:
+                    valid[row] = len(batch.reqs[row].output_ids_through_stop) - member.position
         device = block.lengths.device
         finished = torch.tensor([bool(req.finished()) for req in batch.reqs], device=device)
         return decide(members, block.log_increments, torch.tensor(valid, device=device), finished)
@@ -434,6 +447,9 @@ class Coordinator:
         batch.seq_lens = batch.seq_lens_cpu.to(device)
         batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
         batch.multimodal_inputs = [None] * len(reqs)
+        if batch.return_logprob:
+            batch.top_logprobs_nums = [req.logprob.top_logprobs_num for req in reqs]
+            batch.token_ids_logprobs = [req.logprob.token_ids_logprob for req in reqs]
         pending = torch.tensor([req.output_ids[-1] for req in reqs], dtype=torch.int64, device=device)
         batch.spec_info = PendingInput(pending)
         batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, scheduler.model_config.vocab_size)

@@ -18,7 +18,7 @@ def needs_host(req: Req) -> bool:
 
 def stop_ids(req: Req, sampling: SamplingParams) -> frozenset[int]:
     """Every token id that finishes `req` under `sampling`, by SGLang's rules (`Req._check_token_based_finish`)."""
-    if sampling.ignore_eos:
+    if sampling.ignore_eos and req.grammar is None:  # a grammar ends with EOS
         return frozenset()
     ids = set(sampling.stop_token_ids or ()) | set(req.eos_token_ids or ())
     if req.tokenizer is not None:

@@ -18,6 +18,8 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
 from smc_sglang.config import SmcParams
+from smc_sglang.engine import logprobs
+from smc_sglang.engine.grammar import forked
 from smc_sglang.smc.weights import Weights
 
 if TYPE_CHECKING:
@@ -73,9 +75,11 @@ class Particle:
         """Copy the host state of `other`; its KV is :meth:`radix_patch.ParticleTree.move`'s."""
         req, source = self.req, other.req
         req.output_ids = array("q", source.output_ids)
+        logprobs.inherit(req, source, 0)
         req.full_untruncated_fill_ids = array("q")  # append-only by contract: force a rebuild
         req.finished_reason, req.finished_len = source.finished_reason, source.finished_len
         req.skip_radix_cache_insert = source.skip_radix_cache_insert
+        req.grammar = None if source.grammar is None else forked(source.grammar, source.output_ids)
 
 
 @dataclass
@@ -107,6 +111,7 @@ class ParticleGroup:
     final_particles: list[dict[str, Any]] | None = None
     client_params: Any = None  # SGLang's SamplingParams as the client sent them
     prefilled_at: int = 0  # the parent's output tokens when it was last queued
+    grammar: Any = None  # SGLang's grammar object, in the state after the parent's output tokens
 
     def __post_init__(self) -> None:
         self.client_params = self.parent.sampling_params
@@ -128,17 +133,26 @@ class ParticleGroup:
         self.parent.sampling_params = population
         self.prefilled_at = len(self.parent.output_ids)
 
+    def take_grammar(self) -> None:
+        """Keep the parent's grammar from SGLang, which would advance it over a first token that is only one
+        particle's."""
+        if self.parent.grammar is not None:
+            self.grammar, self.parent.grammar = self.parent.grammar, None
+
     @property
     def prefill_is_complete(self) -> bool:
         """Whether the parent's last prefill chunk has run (it then has one token more than when queued)."""
         return len(self.parent.output_ids) > self.prefilled_at
 
-    def fork(self, first_tokens: list[int], log_weights: torch.Tensor) -> None:
+    def fork(
+        self, first_tokens: list[int], log_weights: torch.Tensor, first_logprobs: list[float] | None = None
+    ) -> None:
         """Create the particles after the parent's prefill.
 
         Args:
             first_tokens: the token that each particle starts with (x_0, or the bonus after a retraction).
             log_weights: float64 [n_particles].
+            first_logprobs: of these tokens, where the client wants to know.
         """
         parent = self.parent
         parent.sampling_params = self.client_params
@@ -149,7 +163,16 @@ class ParticleGroup:
         ]
         for particle in self.particles:
             particle.req.smc = particle
+            if self.grammar is not None:
+                particle.req.grammar = forked(self.grammar, prefix)
+                particle.req.grammar.accept_token(particle.req.output_ids[-1])
         self.weights = Weights(log_weights)
+        if parent.return_logprob and first_logprobs is not None:
+            for particle, log_prob in zip(self.particles, first_logprobs, strict=True):
+                logprobs.inherit(particle.req, parent, 0)
+                own = particle.req.logprob
+                own.output_token_logprobs_val[-1], own.output_token_logprobs_idx[-1] = log_prob, particle.tokens[-1]
+            logprobs.inherit(parent, parent, len(prefix), len(prefix))
         parent.output_ids = prefix
 
     def _particle_req(self, index: int, output_ids: array[int]) -> Req:
@@ -164,6 +187,9 @@ class ParticleGroup:
             extra_key=parent.extra_key,
             cache_salt=parent.cache_salt,
             priority=parent.priority,
+            return_logprob=parent.return_logprob,
+            top_logprobs_num=parent.logprob.top_logprobs_num,
+            token_ids_logprob=parent.logprob.token_ids_logprob,
         )
         req.tokenizer = parent.tokenizer
         req.output_ids = output_ids
@@ -221,14 +247,17 @@ class ParticleGroup:
             if any(token != tokens[0] for token in tokens):
                 break
             agreed.append(tokens[0])
+        logprobs.inherit(self.parent, self.particles[0].req, start, len(agreed))
         return len(agreed) - start
 
     def adopt_answer(self, chosen: Particle) -> None:
         """The parent takes over the tokens and the finish state of the particle that was drawn."""
         parent = self.parent
+        logprobs.inherit(parent, chosen.req, len(parent.output_ids))
         parent.output_ids.extend(chosen.req.output_ids[len(parent.output_ids) :])
         parent.finished_reason = chosen.req.finished_reason
         parent.finished_len = chosen.req.finished_len
+        self.grammar = chosen.req.grammar
 
     def describe_particles(self) -> list[dict[str, Any]]:
         """All particles with their weights, for `return_particles`."""

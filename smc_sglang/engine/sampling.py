@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smc_sglang.engine.finish import stop_ids
-from smc_sglang.engine.group import ParticleGroup, role
+from smc_sglang.engine.grammar import GrammarMasks
+from smc_sglang.engine.group import Particle, ParticleGroup, role
 from smc_sglang.smc.densities import ALL_TOKENS, Bias, Density, MinLength, Penalties, Shaper, Truncation
 
 if TYPE_CHECKING:
@@ -24,10 +25,17 @@ def sampling_of(req: Req) -> SamplingParams:
     return own.client_params if isinstance(own, ParticleGroup) else req.sampling_params
 
 
-def density_of(reqs: Sequence[Req], vocab_size: int, device: Any) -> Density:
+def grammar_of(req: Req) -> Any:
+    """The grammar whose state is after `req`'s output tokens; None without one."""
+    own = role(req)
+    return own.grammar if isinstance(own, ParticleGroup) and own.grammar is not None else req.grammar
+
+
+def density_of(reqs: Sequence[Req], draft_lengths: Sequence[int], vocab_size: int, device: Any) -> Density:
     """The rows' density; parts that no row needs are left out.
 
     Args:
+        draft_lengths: of each row in the block at hand.
         vocab_size: width of the logits.
     """
     sampling = [sampling_of(req) for req in reqs]
@@ -40,7 +48,26 @@ def density_of(reqs: Sequence[Req], vocab_size: int, device: Any) -> Density:
         temperatures=torch.tensor([own.temperature for own in sampling], dtype=torch.float32, device=device),
         truncation=_truncation(sampling, device),
         shapers=tuple(shaper for shaper in shapers if shaper is not None),
+        masks=GrammarMasks.of(
+            [grammar_of(req) for req in reqs], [req.output_ids for req in reqs], draft_lengths, vocab_size, device
+        ),
+        is_global=_is_global(reqs, device),
     )
+
+
+def _is_global(reqs: Sequence[Req], device: Any) -> torch.Tensor | None:
+    def is_global(req: Req) -> bool:
+        own = role(req)
+        group = own.group if isinstance(own, Particle) else own
+        return (
+            isinstance(group, ParticleGroup)
+            and group.params.mode == "smc"
+            and group.params.grammar_semantics == "global"
+            and grammar_of(req) is not None
+        )
+
+    rows = [is_global(req) for req in reqs]
+    return torch.tensor(rows, device=device) if any(rows) else None
 
 
 def _truncation(sampling: list[SamplingParams], device: Any) -> Truncation | None:

@@ -23,6 +23,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.draft_parallel import resolve_draft_parallel_layout
 from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 
+from smc_sglang.engine import logprobs
 from smc_sglang.engine.decision import GroupRows, Verdict, accept_exactly, decide, identical_chains
 from smc_sglang.engine.finish import needs_host, stop_ids, valid_lengths
 from smc_sglang.engine.group import Particle, ParticleGroup, Solo, block_width, role
@@ -55,6 +56,7 @@ class PrefillResult(GenerationBatchResult):
 
     first_tokens: list[list[int]] | None = None  # [n_requests][n_particles]
     first_log_weights: torch.Tensor | None = None  # float64 [n_requests], log c of the first token
+    first_logprobs: list[list[float]] | None = None  # of the first tokens, where a client wants to know
 
 
 class DraftWorker(TpModelWorker):
@@ -70,6 +72,7 @@ class SmcWorker(BaseSpecWorker):
 
     def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker) -> None:
         super().__init__()
+        logprobs.use_the_models_own()
         self.server_args = server_args
         self._target_worker = target_worker
         self.speculative_num_draft_tokens = get_spec().speculative_num_draft_tokens
@@ -127,12 +130,21 @@ class SmcWorker(BaseSpecWorker):
     def _prefill(self, batch: ScheduleBatch) -> PrefillResult:
         """Both models read the prompts, into the same slots; every particle draws its first token."""
         batch.spec_info = None
+        for req in batch.reqs:
+            if isinstance(own := role(req), ParticleGroup):
+                own.take_grammar()
         target = self.target_worker.forward_batch_generation(batch, is_verify=True)
-        self._draft_forward(batch)
+        draft_batch = copy.copy(batch)
+        draft_batch.return_logprob = False
+        self._draft_forward(draft_batch)
         rows = _describe(batch, pending=torch.zeros_like(batch.seq_lens))
         sizes = [_first_draws(req) for req in batch.reqs]
         tokens, log_weights = step.first_tokens(target.logits_output.next_token_logits, rows, max(sizes))
         first_tokens = [row[:size] for row, size in zip(tokens.tolist(), sizes, strict=True)]
+        first_logprobs = None
+        if batch.return_logprob:
+            of_all = logprobs.of_first_tokens(batch, target.logits_output, tokens).tolist()
+            first_logprobs = [row[:size] for row, size in zip(of_all, sizes, strict=True)]
         return PrefillResult(
             logits_output=target.logits_output,
             next_token_ids=tokens[:, 0].to(torch.int32),
@@ -142,6 +154,7 @@ class SmcWorker(BaseSpecWorker):
             speculative_num_draft_tokens=self.speculative_num_draft_tokens,
             first_tokens=first_tokens,
             first_log_weights=log_weights.cpu(),
+            first_logprobs=first_logprobs,
         )
 
     def _cycle(self, batch: ScheduleBatch) -> CycleResult:
@@ -152,6 +165,8 @@ class SmcWorker(BaseSpecWorker):
         members = _group_rows(batch.reqs)
         block, verdicts = _decide(batch.reqs, members, block, laws)
 
+        if batch.return_logprob:
+            logprobs.of_block(batch, models.logits_output, block.tokens)
         last = (block.lengths - 1).unsqueeze(1)
         return CycleResult(
             logits_output=models.logits_output,
@@ -269,7 +284,7 @@ def _decide(
 
 def _bar_from_tree(reqs: list[Req], members: list[GroupRows], verdicts: dict[ParticleGroup, Verdict]) -> None:
     """After exact acceptance all rows of a group hold the winner's tokens, but only its row the KV of them: should they
-    finish, the others' KV must not be published. (:meth:`Particle.become` lets them in again.)"""
+    finish, the others' KV must not be published. (:meth:`Particle.become` sets all of that right.)"""
     for member in members:
         verdict = verdicts.get(member.group)
         if verdict is None or not verdict.exact or verdict.ancestors is None:
@@ -277,6 +292,7 @@ def _bar_from_tree(reqs: list[Req], members: list[GroupRows], verdicts: dict[Par
         for index, row in enumerate(member.rows):
             if row >= 0 and index != verdict.ancestors[index]:
                 reqs[row].skip_radix_cache_insert = True
+                reqs[row].grammar = None  # it may not allow the winner's tokens; the winner's own will be forked
 
 
 @dataclass(frozen=True)
@@ -311,7 +327,7 @@ def _describe(batch: ScheduleBatch, pending: torch.Tensor) -> step.Rows:
     rows = [_row(req) for req in batch.reqs]
     draft_lengths = tuple(row.draft_length for row in rows)
     greedy = [req.sampling_params.top_k == 1 for req in batch.reqs]
-    density = density_of(batch.reqs, batch.model_config.vocab_size, device)
+    density = density_of(batch.reqs, draft_lengths, batch.model_config.vocab_size, device)
     return step.Rows(
         pending=pending,
         draft_lengths=torch.tensor(draft_lengths, dtype=torch.int64, device=device),

@@ -7,6 +7,9 @@ is truncated (top-k, top-p, min-p)::
     logits = density.shaped(logits, drafted, n_drafted)
     log_p, log_q = density.target(logits), density.proposal(logits)
 
+A grammar's mask is applied before the truncation, to both. With `global` semantics only the proposal is masked: the
+target is then p~ of the whole vocabulary, and what the mask leaves of it (:meth:`Density.bonus`).
+
 Where p~ is truncated, q~ is a defensive mixture of the truncated and the whole law: SMC is right only where the
 proposal covers the target, and a draft that truncates by itself would miss tokens that the target keeps.
 """
@@ -45,6 +48,19 @@ class Shaper(Protocol):
             logits: float32 [n_rows, vocab]; may be changed in place.
             drafted: int64 [n_rows, k], tokens of the block at hand.
             n_drafted: int64 [n_rows]: how many of them come before the position; the rest is not looked at.
+        """
+
+
+class Masks(Protocol):
+    """What the rows' grammars allow."""
+
+    def rows(self, index: Tensor) -> Self: ...
+
+    def allowed(self, drafted: Tensor, k: int) -> Tensor:
+        """The tokens that may come next, bool [n_rows, vocab]: none where the vocabulary has no word to go on with.
+
+        Args:
+            drafted: int64 [n_rows, k], the block's tokens before the position.
         """
 
 
@@ -139,6 +155,8 @@ class Density:
     temperatures: Tensor  # float32 [n_rows]
     truncation: Truncation | None = None  # None: no row is truncated
     shapers: tuple[Shaper, ...] = ()  # in the order in which they apply
+    masks: Masks | None = None  # None: no row has a grammar
+    is_global: Tensor | None = None  # bool [n_rows], rows whose target is not masked; None: no such row
 
     def rows(self, index: Tensor) -> Density:
         """The parameters of some rows."""
@@ -146,6 +164,8 @@ class Density:
             self.temperatures[index],
             None if self.truncation is None else self.truncation.rows(index),
             tuple(shaper.rows(index) for shaper in self.shapers),
+            None if self.masks is None else self.masks.rows(index),
+            None if self.is_global is None else self.is_global[index],
         )
 
     @property
@@ -153,21 +173,33 @@ class Density:
         """Whether p~ of a token that q~ proposes can be 0."""
         return self.truncation is not None or bool(self.shapers)
 
-    def shaped(self, logits: Tensor, drafted: Tensor, n_drafted: Tensor | int) -> Tensor:
+    def shaped(self, logits: Tensor, drafted: Tensor, k: int) -> Tensor:
         """The logits that the law is made of; their argmax is the greedy choice.
 
         Args:
             logits: [n_rows, vocab], one position per row.
-            drafted, n_drafted: as for :meth:`Shaper.apply`.
+            drafted: int64 [n_rows, k], the block's tokens before the position.
         """
+        return self._masked(self._unmasked(logits, drafted, k), drafted, k)
+
+    def _unmasked(self, logits: Tensor, drafted: Tensor, k: int) -> Tensor:
         if not self.shapers:
             return logits
-        if isinstance(n_drafted, int):
-            n_drafted = torch.full((len(logits),), n_drafted, device=logits.device)
+        n_drafted = torch.full((len(logits),), k, device=logits.device)
         logits = logits.to(torch.float32, copy=True)
         for shaper in self.shapers:
             logits = shaper.apply(logits, drafted, n_drafted)
         return logits
+
+    def _masked(self, logits: Tensor, drafted: Tensor, k: int) -> Tensor:
+        if self.masks is None:
+            return logits
+        banned = ~self.masks.allowed(drafted, k)
+        banned &= ~banned.all(-1, keepdim=True)  # a dead end: something has to be drawn, see `judge`
+        masked = logits.to(torch.float32).masked_fill(banned, -torch.inf)
+        # Where all that the grammar allows is banned otherwise (min_tokens, logit_bias), the grammar wins.
+        stuck = (masked.amax(-1, keepdim=True) == -torch.inf) & ~banned
+        return masked.masked_fill(stuck, 0.0)
 
     def target(self, logits: Tensor) -> Tensor:
         """log p~ of shaped logits, float32 [n_rows, vocab]."""
@@ -176,6 +208,20 @@ class Density:
             return log_probs
         active = self.truncation.active.unsqueeze(1)
         return torch.where(active, self.truncation.apply(log_probs), log_probs)
+
+    def judge(self, logits: Tensor, drafted: Tensor, k: int) -> Judgement:
+        """What the target says at one position per row. For the arguments see :meth:`shaped`."""
+        unmasked = self._unmasked(logits, drafted, k)
+        shaped = self._masked(unmasked, drafted, k)
+        log_probs = self.target(shaped)
+        if self.masks is None:
+            return Judgement(shaped, log_probs, log_probs, log_probs)
+        allowed = self.masks.allowed(drafted, k)
+        whole = log_probs
+        if self.is_global is not None:
+            whole = torch.where(self.is_global.unsqueeze(1), self.target(unmasked), log_probs)
+        whole = whole.masked_fill(~allowed.any(-1, keepdim=True), -torch.inf)  # a dead end has no weight
+        return Judgement(shaped, log_probs, whole, whole.masked_fill(~allowed, -torch.inf))
 
     def proposal(self, logits: Tensor) -> Tensor:
         """log q~ of shaped logits, float32 [n_rows, vocab]."""
@@ -186,6 +232,41 @@ class Density:
             self.truncation.apply(log_probs) + math.log1p(-EPSILON), log_probs + math.log(EPSILON)
         )
         return torch.where(self.truncation.active.unsqueeze(1), mixture, log_probs)
+
+
+@dataclass(frozen=True, eq=False)
+class Judgement:
+    """The target's laws at one position per row; all float32 [n_rows, vocab].
+
+    They differ only in rows with `global` semantics: there `whole` is p~ before the grammar, which is what a drafted
+    token weighs, and `allowed` is what the grammar leaves of it, which the bonus token comes from. At a dead end of a
+    grammar both are empty.
+    """
+
+    shaped: Tensor  # logits
+    log_probs: Tensor  # masked and renormalised
+    whole: Tensor
+    allowed: Tensor
+
+    def bonus(self, powers: Tensor, is_global: Tensor | None, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The law of the bonus token and its log weight; see :func:`power_density`.
+
+        Args:
+            powers: float32 [n_rows].
+            is_global: as in :class:`Density`.
+            index: int64 [r], the rows that are asked for; None: all.
+        """
+        allowed, own = self.allowed, self.log_probs
+        if index is not None:
+            powers, allowed, own = powers[index], allowed[index], own[index]
+            is_global = None if is_global is None else is_global[index]
+        if allowed is own:
+            return power_density(allowed, powers)
+        whole = allowed.amax(-1) > -torch.inf
+        partial = ~whole if is_global is None else ~whole | is_global
+        log_probs, log_c = power_density(allowed, powers, partial)
+        # Nothing of p~ is left: any allowed token will do, its weight is 0.
+        return torch.where(whole.unsqueeze(1), log_probs, own), log_c
 
 
 def log_density(logits: Tensor, temperatures: Tensor) -> Tensor:
@@ -206,15 +287,17 @@ def log_density(logits: Tensor, temperatures: Tensor) -> Tensor:
     return torch.log_softmax((logits - logits.amax(-1, keepdim=True)).div_(scale), dim=-1)
 
 
-def power_density(log_p: Tensor, powers: Tensor) -> tuple[Tensor, Tensor]:
+def power_density(log_p: Tensor, powers: Tensor, partial: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The bonus token's density p~^alpha / c, with c = sum_v p~(v)^alpha.
 
     Args:
         log_p: log p~, [..., vocab].
         powers: alpha > 0, [...].
+        partial: bool [...], rows of which log_p is only a part, so that it does not sum to 1.
     Returns:
-        log (p~^alpha / c) [..., vocab] and log c [...]: exactly log_p and 0 where alpha is 1.
+        log (p~^alpha / c) [..., vocab] and log c [...]: exactly log_p and 0 where alpha is 1 and log_p whole.
     """
     raised = powers.unsqueeze(-1) * log_p
-    log_c = raised.logsumexp(-1).masked_fill(powers == 1, 0.0)
+    whole = powers == 1 if partial is None else (powers == 1) & ~partial
+    log_c = raised.logsumexp(-1).masked_fill(whole, 0.0)
     return raised - log_c.unsqueeze(-1), log_c

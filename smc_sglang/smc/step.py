@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from smc_sglang.smc.densities import Density, power_density
+from smc_sglang.smc.densities import Density
 from smc_sglang.smc.rejection import Accepted, greedy_acceptance, multi_draft_acceptance
 from smc_sglang.smc.resampling import Scheme
 from smc_sglang.smc.rng import Stream, invert_cdf, sample_categorical, uniforms
@@ -115,7 +115,10 @@ class Laws:
     logits: Tensor = field(init=False)  # the target's, [n_rows, width, vocab]
 
     def proposal(self, k: int) -> Tensor:
-        """log q~ at offset k, float32 [n_rows, vocab]; of no meaning for rows that draft nothing there. Needs `Rows.keeps_laws`."""
+        """log q~ at offset k, float32 [n_rows, vocab]; of no meaning for rows that draft nothing there.
+
+        Needs `Rows.keeps_laws`.
+        """
         index, log_probs = self.proposals[k]
         return log_probs.new_zeros(self.logits.shape[0], log_probs.shape[-1]).index_copy_(0, index, log_probs)
 
@@ -139,8 +142,8 @@ class Resampled:
 def first_tokens(logits: Tensor, rows: Rows, n_particles: int) -> tuple[Tensor, Tensor]:
     """x_0 of every particle, a bonus token from the target's prefill logits.
 
-    At power 1 the group shares one draw, which is exact. At other powers a shared draw would keep the group
-    from its target for good, so each particle has its own.
+    At power 1 the group shares one draw, which is exact. At other powers, and where the target is not masked by the
+    grammar, a shared draw would keep the group from its target for good, so each particle has its own.
 
     Args:
         logits: [n_rows, vocab], one row per group.
@@ -150,13 +153,16 @@ def first_tokens(logits: Tensor, rows: Rows, n_particles: int) -> tuple[Tensor, 
         float64 [n_rows].
     """
     nothing = torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
-    logits = rows.density.shaped(logits, nothing, 0)
-    log_probs, log_c = power_density(rows.density.target(logits), rows.powers)
+    judgement = rows.density.judge(logits, nothing, 0)
+    log_probs, log_c = judgement.bonus(rows.powers, rows.density.is_global)
     index = torch.arange(n_particles, device=logits.device)
-    particles = torch.where((rows.powers == 1).unsqueeze(1), 0, index) + rows.particles.unsqueeze(1)
+    shared = rows.powers == 1
+    if rows.density.is_global is not None:
+        shared = shared & ~rows.density.is_global
+    particles = torch.where(shared.unsqueeze(1), 0, index) + rows.particles.unsqueeze(1)
     draws = uniforms(rows.seeds.unsqueeze(1), particles, rows.positions.unsqueeze(1), Stream.BONUS)
     greedy = rows.greedy.unsqueeze(1)
-    tokens = torch.where(greedy, logits.argmax(-1, keepdim=True), invert_cdf(log_probs.exp(), draws))
+    tokens = torch.where(greedy, judgement.shaped.argmax(-1, keepdim=True), invert_cdf(log_probs.exp(), draws))
     return tokens, log_c.to(torch.float64).masked_fill(rows.greedy, 0.0)
 
 
@@ -304,15 +310,14 @@ def _judge(rows: Rows, laws: Laws) -> tuple[Tensor, Tensor, Tensor, Tensor | Non
     choices = []
     draws = rows.uniforms(rows.draft_lengths.unsqueeze(1), Stream.BONUS).squeeze(1)
     for k in range(width):
-        shaped = rows.density.shaped(logits[:, k], drafted[:, :k], k)
+        judgement = rows.density.judge(logits[:, k], drafted[:, :k], k)
         if rows.any_greedy:
-            choices.append(shaped.argmax(-1))
-        log_probs = rows.density.target(shaped)
+            choices.append(judgement.shaped.argmax(-1))
         if k < width - 1:
-            log_p[:, k] = log_probs.gather(1, drafted[:, k : k + 1]).squeeze(1).to(torch.float64)
+            log_p[:, k] = judgement.whole.gather(1, drafted[:, k : k + 1]).squeeze(1).to(torch.float64)
         ending = [row for row, length in enumerate(rows.draft_lengths_list) if length == k]
         if ending:
             index = torch.tensor(ending, device=logits.device)
-            law, log_mass = power_density(log_probs if len(ending) == n_rows else log_probs[index], rows.powers[index])
+            law, log_mass = judgement.bonus(rows.powers, rows.density.is_global, index)
             last[index], log_c[index] = sample_categorical(law, draws[index]), log_mass.to(torch.float64)
     return log_p, last, log_c, torch.stack(choices, dim=1) if choices else None

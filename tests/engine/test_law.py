@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,3 +166,75 @@ def test_z_weighs_answers_to_the_target(model: Enumerable, resampling: str) -> N
     smc = {"n_particles": 4, "draft_length": 2, "resample_threshold": 0.9, "resampling": resampling}
     answers, log_z = model.answers(5, temperature=1.0, max_new_tokens=8, smc=smc)
     assert_z_weighs_answers_to_the_target(model, answers, log_z)
+
+
+# What the grammar forces after t2 is likely, what it forces after t3 is not: masking token by token sees neither.
+LANGUAGE = {(2, 3, 2, EOS), (2, 4, 3, EOS), (3, 3, 3, EOS), (3, 2, 2, EOS), (4, 4, EOS)}
+GRAMMAR = "t2t3t2|t2t4t3|t3t3t3|t3t2t2|t4t4"
+
+
+def masked(model: Enumerable, name: str, answer: Sequence) -> np.ndarray:
+    """p or q, masked by the grammar and renormalised; nothing where no word begins with `answer`."""
+    allowed = [any(word[: len(answer) + 1] == (*answer, token) for word in LANGUAGE) for token in range(VOCAB)]
+    law = model.next_token(name, answer)[:VOCAB] * allowed
+    return law / max(law.sum(), 1e-300)
+
+
+def local_law(model: Enumerable) -> dict[Sequence, float]:
+    law = enumerate_law(4, lambda answer: masked(model, "p", answer))
+    return {answer: mass for answer, mass in law.items() if mass > 0}
+
+
+def global_masses(model: Enumerable) -> dict[Sequence, float]:
+    """p of each word: the law is proportional to it, and its sum is the language's probability."""
+    return {
+        word: float(np.prod([model.next_token("p", word[:i])[token] for i, token in enumerate(word)]))
+        for word in sorted(LANGUAGE)
+    }
+
+
+def total_variation(one: dict[Sequence, float], other: dict[Sequence, float]) -> float:
+    return 0.5 * sum(abs(one.get(answer, 0.0) - other.get(answer, 0.0)) for answer in {*one, *other})
+
+
+def grammar_answers(model: Enumerable, seed: int, **smc: Any) -> tuple[list[Sequence], np.ndarray]:
+    answers, log_z = model.answers(seed, temperature=1.0, max_new_tokens=6, regex=GRAMMAR, smc=smc)
+    assert set(answers) <= LANGUAGE
+    return answers, log_z
+
+
+def test_the_two_semantics_differ(model: Enumerable) -> None:
+    masses = global_masses(model)
+    conditional = {word: mass / sum(masses.values()) for word, mass in masses.items()}
+    assert total_variation(conditional, local_law(model)) > 0.2
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 2), (4, 3)])
+def test_exact_is_at_the_locally_masked_law(model: Enumerable, n: int, k: int) -> None:
+    answers, _ = grammar_answers(model, 50 + n, mode="exact", n_particles=n, draft_length=k)
+    assert_law(answers, local_law(model))
+
+
+@pytest.mark.parametrize(("n", "k"), [(4, 2), (16, 3)])
+@pytest.mark.parametrize("semantics", ["local", "global"])
+def test_z_weighs_answers_to_the_target_of_the_semantics(model: Enumerable, semantics: str, n: int, k: int) -> None:
+    """E[Z^ 1{answer = s}] = p~(s), whose sum is 1 under `local` and the language's probability under `global`."""
+    answers, log_z = grammar_answers(model, 60 + n, grammar_semantics=semantics, n_particles=n, draft_length=k)
+    masses = local_law(model) if semantics == "local" else global_masses(model)
+    z = np.exp(log_z)
+    assert abs(z.mean() - sum(masses.values())) < 4 * z.std() / len(z) ** 0.5
+    for word, mass in masses.items():
+        share = z * np.array([answer == word for answer in answers])
+        assert abs(share.mean() - mass) < 4 * share.std() / len(z) ** 0.5
+
+
+def test_global_semantics_approach_the_conditional_law(model: Enumerable) -> None:
+    masses = global_masses(model)
+    conditional = {word: mass / sum(masses.values()) for word, mass in masses.items()}
+    distance = {}
+    for n in (1, 4, 32):
+        answers, _ = grammar_answers(model, 70 + n, grammar_semantics="global", n_particles=n, draft_length=2)
+        law = {word: count / len(answers) for word, count in Counter(answers).items()}
+        distance[n] = total_variation(law, conditional)
+    assert distance[1] > 0.2 > distance[4] > 2 * distance[32]
+    assert distance[32] < 0.04

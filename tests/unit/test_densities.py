@@ -132,7 +132,7 @@ def test_penalties_see_the_tokens_of_the_block() -> None:
     penalties = Penalties(counts, torch.tensor([0.5, 0.0]), torch.tensor([0.25, 0.0]), torch.tensor([1.0, 2.0]))
     logits = torch.tensor([[1.0, 1.0, 1.0, 1.0], [3.0, -1.0, 1.0, 0.0]])
     drafted = torch.tensor([[0, 1, 3], [0, 1, 2]])
-    shaped = Density(torch.ones(2), shapers=(penalties,)).shaped(logits, drafted, torch.tensor([2, 2]))
+    shaped = Density(torch.ones(2), shapers=(penalties,)).shaped(logits, drafted, 2)
     assert shaped[0].tolist() == [1 - 0.5 * 3 - 0.25, 1 - 0.5 - 0.25, 1.0, 1.0]  # what comes later does not count
     assert shaped[1].tolist() == [1.5, -2.0, 1.0, 0.0]
     assert logits[0].tolist() == [1.0] * 4
