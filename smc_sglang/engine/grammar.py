@@ -83,6 +83,11 @@ class GrammarMasks:
         part._rows = [self._rows[i] for i in index.tolist()]
         return part
 
+    @property
+    def dead_ends(self) -> list[int]:
+        """Rows whose grammar no token goes on from, as far as the block has been looked at."""
+        return [row for row, walk in enumerate(self._walks) if walk is not None and walk.stuck]
+
     def allowed(self, drafted: torch.Tensor, k: int) -> torch.Tensor:
         paths = drafted[:, :k].tolist()
         for row, path in zip(self._rows, paths, strict=True):
@@ -101,7 +106,7 @@ class _Walk:
         self._bits = bits  # int32 [offsets, words], all set
         self._limit = draft_length
         self._filled = 0  # offsets whose masks are known
-        self._stuck = False  # no token goes on from here
+        self.stuck = False  # no token goes on from here
 
     def to(self, path: Sequence[int]) -> None:
         """Fill in the masks up to the offset after `path`."""
@@ -110,10 +115,10 @@ class _Walk:
                 self._grammar.accept_token(path[self._filled - 1])
             if not self._ended:
                 self._grammar.fill_vocab_mask(self._bits, self._filled)
-                self._stuck = not bool(self._bits[self._filled].any())
+                self.stuck = not bool(self._bits[self._filled].any())
             self._filled += 1
 
     @property
     def _ended(self) -> bool:
         """What comes now does not count."""
-        return self._stuck or self._grammar.is_terminated()
+        return self.stuck or self._grammar.is_terminated()

@@ -26,6 +26,7 @@ from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 from smc_sglang.engine import logprobs
 from smc_sglang.engine.decision import GroupRows, Verdict, accept_exactly, decide, identical_chains
 from smc_sglang.engine.finish import needs_host, stop_ids, valid_lengths
+from smc_sglang.engine.grammar import GrammarMasks
 from smc_sglang.engine.group import Particle, ParticleGroup, Solo, block_width, role
 from smc_sglang.engine.sampling import density_of
 from smc_sglang.engine.scoring import PendingInput, ScoreInput
@@ -164,6 +165,7 @@ class SmcWorker(BaseSpecWorker):
         block, laws = step.propose_and_score(rows, models.draft, models.score)
         members = _group_rows(batch.reqs)
         block, verdicts = _decide(batch.reqs, members, block, laws)
+        _give_up_dead_ends(batch.reqs, rows.density.masks, verdicts)
 
         if batch.return_logprob:
             logprobs.of_block(batch, models.logits_output, block.tokens)
@@ -293,6 +295,17 @@ def _bar_from_tree(reqs: list[Req], members: list[GroupRows], verdicts: dict[Par
             if row >= 0 and index != verdict.ancestors[index]:
                 reqs[row].skip_radix_cache_insert = True
                 reqs[row].grammar = None  # it may not allow the winner's tokens; the winner's own will be forked
+
+
+def _give_up_dead_ends(reqs: list[Req], masks: Any, verdicts: dict[ParticleGroup, Verdict]) -> None:
+    """Particles in a dead end of their grammar have weight 0 and go on without it until they become copies of others.
+
+    Where nothing is left but dead ends the grammar stays, and SGLang aborts the request: no invalid token is said.
+    """
+    for row in masks.dead_ends if isinstance(masks, GrammarMasks) else ():
+        own = role(reqs[row])
+        if isinstance(own, Particle) and (verdict := verdicts.get(own.group)) and not verdict.exact:
+            reqs[row].grammar = None
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def test_streamed_entries_are_those_of_the_whole_answer(tiny: TinyEngine) -> Non
         return list(answer) if stream else [answer]
 
     [whole], chunks = run(False), run(True)
-    assert len(chunks) > 4
+    assert len(chunks) > 2
     for name in ("output_token_logprobs", "output_top_logprobs"):
         assert chunks[-1]["meta_info"][name] == whole["meta_info"][name]
         lengths = [len(chunk["meta_info"][name]) for chunk in chunks]
