@@ -18,6 +18,9 @@ from starlette.responses import Response
 _OPENAI_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _INTERNAL_NAME = re.compile(r"\b(" + "|".join(_OPENAI_NAMES) + r")\b")
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+# xgrammar prefixes what is wrong with a grammar by the time and its own source line.
+_SOURCE_LINE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ")
+_GRAMMAR = re.compile(r"Failed to compile (json|regex|ebnf|structural_tag) grammar")
 _FIELD_PART = re.compile(r"[a-z][a-z0-9_-]*$")
 _UNION_TAGS = {
     "str",
@@ -65,6 +68,14 @@ def convert(status: int, body: bytes, fields: Collection[str], *, openai_names: 
         openai_names: rename SGLang's internal field names in the message.
     """
     message, param, code = _parse(body)
+    message = _SOURCE_LINE.sub("", message).strip()
+    if param is None and (grammar := _GRAMMAR.match(message)):
+        kind = grammar.group(1)
+        param = (
+            "response_format"
+            if openai_names and kind in ("json", "structural_tag")
+            else kind.replace("json", "json_schema")
+        )
     if openai_names:
         message = _INTERNAL_NAME.sub(lambda match: _OPENAI_NAMES[match.group()], message)
     return orjson.dumps(envelope(status, message, param or leading_field(message, fields), code))

@@ -48,8 +48,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }

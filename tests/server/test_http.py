@@ -265,11 +265,7 @@ OPENAI_FAULTS = [
     ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
     ({"model": 5}, "model"),
 ]
-_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 UNSUPPORTED = [  # by this version, with the words that the refusal uses
-    ({"logprobs": True}, "logprobs"),
-    ({"response_format": {"type": "json_object"}}, "json_schema"),
-    ({"tools": [_TOOL]}, "tools"),
     ({"smc": {"max_stream_lag": 8}}, "smc.max_stream_lag"),
 ]
 FAULTS = [
