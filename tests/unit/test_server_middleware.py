@@ -49,6 +49,9 @@ class Engine:
         finally:
             self.closed = True
 
+    async def _send_one_request(self, tokenized: Any) -> None:
+        raise AssertionError("the script sends nothing")
+
 
 def client(engine: Engine, usage: bool = False) -> TestClient:
     """An app that turns the engine's outputs into events the way SGLang's routes do."""
