@@ -154,6 +154,9 @@ class Coordinator:
                 continue
             forked.append(req)
             self._fork(own, tokens, log_weight.expand(len(tokens)).clone(), log_probs)
+            if own.abort_reason is not None:
+                self._abort(own, own.abort_reason)
+                continue
             newborn += [particle.req for particle in own.live]
             self._speak_or_finish(own)
         if forked:

@@ -12,6 +12,7 @@ import copy
 import math
 from array import array
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,8 @@ from smc_sglang.smc.weights import Weights
 
 if TYPE_CHECKING:
     from smc_sglang.engine.coordinator import Coordinator
+
+_NO_WORD = "The grammar cannot go on: it allows none of the tokens in the model's vocabulary."
 
 
 @dataclass(eq=False)
@@ -70,6 +73,14 @@ class Particle:
     def tokens(self) -> array[int]:
         """Output tokens up to and with the finishing one."""
         return self.req.output_ids_through_stop
+
+    def start_grammar(self, grammar: Any) -> None:
+        """Take over a grammar that has accepted all tokens but the last."""
+        self.req.grammar = grammar
+        try:
+            grammar.accept_token(self.req.output_ids[-1])
+        except ValueError:
+            self.req.to_finish = FINISH_ABORT(_NO_WORD, HTTPStatus.BAD_REQUEST)
 
     def become(self, other: Particle) -> None:
         """Copy the host state of `other`; its KV is :meth:`radix_patch.ParticleTree.move`'s."""
@@ -164,8 +175,7 @@ class ParticleGroup:
         for particle in self.particles:
             particle.req.smc = particle
             if self.grammar is not None:
-                particle.req.grammar = forked(self.grammar, prefix)
-                particle.req.grammar.accept_token(particle.req.output_ids[-1])
+                particle.start_grammar(forked(self.grammar, prefix))
         self.weights = Weights(log_weights)
         if parent.return_logprob and first_logprobs is not None:
             for particle, log_prob in zip(self.particles, first_logprobs, strict=True):

@@ -93,7 +93,8 @@ def test_n_answers_have_matchers_of_their_own(tiny: TinyEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [{"regex": "t5("}, {"ebnf": "root ::= nothing"}, {"json_schema": "{"}, {"structural_tag": "{}"}]
+    "fault",
+    [{"regex": "a+"}, {"regex": "t5("}, {"ebnf": "root ::= nothing"}, {"json_schema": "{"}, {"structural_tag": "{}"}],
 )
 def test_an_invalid_grammar_is_refused_and_hurts_nobody(tiny: TinyEngine, fault: dict[str, Any]) -> None:
     good = {"temperature": 1.0, "max_new_tokens": 30, "seed": 1}
