@@ -64,6 +64,9 @@ def serve(
     draft_length: Annotated[int, typer.Option(help=f"K, 1 to {MAX_DRAFT_LENGTH} drafted tokens.")] = 8,
     resample_threshold: Annotated[float, typer.Option(help="tau: resample when ESS < tau * N.")] = 0.5,
     max_particles: Annotated[int, typer.Option(help="Most particles that a request may ask for.")] = 64,
+    max_draft_length: Annotated[
+        int | None, typer.Option(help="Most drafted tokens that a request may ask for. Default: --draft-length.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
 ) -> None:
@@ -82,6 +85,7 @@ def serve(
         draft_length=draft_length,
         resample_threshold=resample_threshold,
         max_particles=max_particles,
+        max_draft_length=max_draft_length,
     )
     config.export()  # before any process of SGLang's is started
     _serve(config, model_path, draft_model_path, ["--host", host, "--port", str(port), *extra])
@@ -99,14 +103,16 @@ def _config(**values: Any) -> SmcConfig:
 
 
 def _serve(config: SmcConfig, model: str | None, draft: str | None, arguments: list[str]) -> None:
-    # Quiet, with /metrics and cached_tokens, unless the user says otherwise: the last of two equal flags counts.
+    # Quiet, with /metrics and cached_tokens, and without endless blanks in JSON, unless the user says otherwise: the
+    # last of two equal flags counts.
     quiet = [] if _given("--log-level", arguments) else ["--log-level", "warning"]
     if model is None or draft is None:
         model, draft, name = _demo()
         quiet += [] if _given("--served-model-name", arguments) else ["--served-model-name", name]
     argv = ["--model-path", model, "--speculative-algorithm", "SMC", "--speculative-draft-model-path", draft]
     argv += ["--speculative-num-steps", str(config.longest_draft)]
-    argv += ["--enable-metrics", "--enable-cache-report", *quiet, *arguments]
+    argv += ["--enable-metrics", "--enable-cache-report", "--constrained-json-max-whitespace-cnt", "16"]
+    argv += [*quiet, *arguments]
 
     from server.launch import LaunchError, serve
 

@@ -82,8 +82,6 @@ def _smc_problems(params: SmcParams, sampling: SamplingParams) -> Iterator[str]:
     greedy = sampling.top_k == 1
     if params.power != 1.0 and (params.mode != "smc" or greedy):
         yield f"smc.power={params.power:g} needs mode 'smc' and a temperature above 0"
-    if params.max_stream_lag is not None:
-        yield "smc.max_stream_lag is not supported yet: leave it out (streams send what all particles agree on)"
     if params.grammar_semantics == "global" and (params.mode != "smc" or greedy):
         yield "smc.grammar_semantics 'global' needs mode 'smc' and a temperature above 0"
 

@@ -187,9 +187,10 @@ class Coordinator:
         # Finished rows leave now: a particle that a resampling revives gets a new row and joins again.
         batch.filter_batch()
         revived: list[Req] = []
-        for member in result.members or ():
+        members = result.members or ()
+        for member in members:
             revived += self._commit_group(member, verdicts[member.group])
-        if any(verdict.ancestors is not None for verdict in verdicts.values()):
+        if any(verdicts[m.group].ancestors is not None or m.group.params.max_stream_lag is not None for m in members):
             _refresh_pending(batch)
         self._join_running(revived)
 
@@ -203,7 +204,10 @@ class Coordinator:
             self._abort(group, reason)
             return []
         self._record(group, verdict)
-        revived = [] if verdict.ancestors is None else self._resample(group, verdict.ancestors)
+        ancestors = verdict.ancestors
+        if (limit := group.params.max_stream_lag) is not None and not verdict.exact:
+            ancestors = self._narrow(group, ancestors, limit)
+        revived = [] if ancestors is None else self._resample(group, ancestors)
         self._tree.extend(particle.req for particle in group.twins(member.position))
         self._account(group)
         self._speak_or_finish(group)
@@ -256,6 +260,35 @@ class Coordinator:
         arranged = enumerate(arrange(torch.tensor(ancestors)).tolist())
         pairs = [(group.particles[index], group.particles[ancestor]) for index, ancestor in arranged]
         return [particle.req for particle, source in pairs if particle is not source and self._become(particle, source)]
+
+    def _narrow(self, group: ParticleGroup, ancestors: list[int] | None, limit: int) -> list[int] | None:
+        """Where a group would hold back more than `limit` tokens, let it go on within one lineage.
+
+        Args:
+            ancestors: what this cycle's resampling has decided, not carried out yet.
+        Returns:
+            The ancestors of the two resamplings together.
+        """
+        assert group.weights is not None
+        seed = torch.tensor(group.seed)
+
+        def uniform(position: int) -> torch.Tensor:
+            return uniforms(seed, torch.tensor([0]), torch.tensor(position), Stream.LINEAGE)
+
+        n = len(group.particles)
+        sources = list(range(n)) if ancestors is None else ancestors
+        kept = group.lineage([group.particles[source] for source in sources], limit, uniform)
+        if kept is None:
+            return ancestors
+        device = group.weights.log_weights.device
+        draws = uniforms(seed, torch.arange(n), torch.tensor(group.length), Stream.NARROW).to(device)
+        scheme = SCHEMES[group.params.resampling]
+        chosen, log_z_increment = step.narrow(group.weights, kept.to(device), scheme, draws)
+        group.add_log_z(float(log_z_increment))
+        group.weights = Weights.uniform(n, device=device)
+        group.diagnostics.resamples += 1
+        self._metrics.resamples.inc()
+        return [sources[i] for i in chosen.tolist()]
 
     def _become(self, particle: Particle, source: Particle) -> bool:
         """Make `particle` a copy of `source`, KV and host state; returns whether that has revived it."""

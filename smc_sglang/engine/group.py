@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from smc_sglang.config import SmcParams
 from smc_sglang.engine import logprobs
 from smc_sglang.engine.grammar import forked
+from smc_sglang.smc.rng import invert_cdf
 from smc_sglang.smc.weights import Weights
 
 if TYPE_CHECKING:
@@ -252,13 +254,36 @@ class ParticleGroup:
         """
         agreed = self.parent.output_ids
         start = len(agreed)
-        streams = [particle.tokens[start:] for particle in self.particles]
-        for tokens in zip(*streams, strict=False):
-            if any(token != tokens[0] for token in tokens):
-                break
-            agreed.append(tokens[0])
+        tails = [particle.tokens[start:] for particle in self.particles]
+        agreed.extend(tails[0][: _agreement(tails)])
         logprobs.inherit(self.parent, self.particles[0].req, start, len(agreed))
         return len(agreed) - start
+
+    def lineage(
+        self, particles: Sequence[Particle], limit: int, uniform: Callable[[int], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Which particles to go on with so that at most `limit` tokens are held back; None where all may stay.
+
+        Args:
+            particles: those that the weights are about.
+            uniform: float64 [1] by output position: where the kept particles differ, the continuation is drawn by
+                its particles' total weight.
+        Returns:
+            bool [n_particles].
+        """
+        assert self.weights is not None
+        agreed = len(self.parent.output_ids)
+        tails = [particle.tokens[agreed:] for particle in particles]
+        weights = self.weights.normalized.cpu()
+        kept = torch.ones_like(weights, dtype=torch.bool)
+        while True:
+            left = [tail for tail, stays in zip(tails, kept.tolist(), strict=True) if stays]
+            at = _agreement(left)
+            if max(map(len, left)) - at <= limit:
+                return None if len(left) == len(tails) else kept
+            drawn = tails[int(invert_cdf(weights.masked_fill(~kept, 0.0), uniform(agreed + at)))]
+            # A particle may also end here.
+            kept &= torch.tensor([tail[at : at + 1] == drawn[at : at + 1] for tail in tails])
 
     def adopt_answer(self, chosen: Particle) -> None:
         """The parent takes over the tokens and the finish state of the particle that was drawn."""
@@ -313,6 +338,13 @@ class ParticleGroup:
         if self.final_particles is not None:
             report["particles"] = self.final_particles
         return report
+
+
+def _agreement(streams: Sequence[array[int]]) -> int:
+    """Length of the longest common prefix."""
+    length = min(map(len, streams))
+    first = streams[0]
+    return next((i for i in range(length) if any(stream[i] != first[i] for stream in streams)), length)
 
 
 def _mean(values: list[float], default: float) -> float:

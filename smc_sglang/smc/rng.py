@@ -27,6 +27,8 @@ class Stream(IntEnum):
     SHRINK = 5  # resampling to another number of particles
     ACCEPT = 6  # acceptance of a drafted token in mode `exact`
     CHILD = 7  # seeds of a request's children
+    LINEAGE = 8  # the lineage that a group goes on with when it may not hold back more
+    NARROW = 9  # resampling within it
 
 
 def uniforms(seeds: Tensor, particles: Tensor, positions: Tensor, stream: Stream) -> Tensor:

@@ -249,6 +249,21 @@ def shrink(weights: Weights, scheme: Scheme, uniforms: Tensor) -> tuple[Tensor, 
     return scheme(weights.normalized, uniforms), weights.log_mean
 
 
+def narrow(weights: Weights, kept: Tensor, scheme: Scheme, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Resample within `kept`, a set of particles that was drawn with probability sum_{i in kept} W_i.
+
+    The draw's probability and the kept share of the weight cancel, so log Z^ takes in the mean of all weights and
+    stays unbiased.
+
+    Args:
+        kept: bool [..., n_particles].
+        uniforms: float64 [..., n_particles].
+    Returns:
+        Ancestors int64 [..., n_particles], whose log weights are then 0, and the increment of log Z^, float64 [...].
+    """
+    return scheme(weights.normalized.masked_fill(~kept, 0.0), uniforms), weights.log_mean
+
+
 def settle(weights: Weights, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """The answer: one particle, drawn with probability W_i (a posterior sample, not the argmax).
 

@@ -168,6 +168,15 @@ def test_z_weighs_answers_to_the_target(model: Enumerable, resampling: str) -> N
     assert_z_weighs_answers_to_the_target(model, answers, log_z)
 
 
+@pytest.mark.parametrize("lag", [1, 3])
+def test_a_bound_on_the_tokens_held_back_is_unbiased(model: Enumerable, lag: int) -> None:
+    """Going on within one lineage, drawn by weight, keeps E[Z^ 1{answer = s}] = p(s)."""
+    smc = {"n_particles": 4, "draft_length": 2, "resample_threshold": 0.5, "max_stream_lag": lag}
+    answers, log_z = model.answers(7 + lag, temperature=1.0, max_new_tokens=8, smc=smc)
+    assert_z_weighs_answers_to_the_target(model, answers, log_z)
+    assert np.mean([report["resamples"] for report in model.reports]) > 0.25
+
+
 # What the grammar forces after t2 is likely, what it forces after t3 is not: masking token by token sees neither.
 LANGUAGE = {(2, 3, 2, EOS), (2, 4, 3, EOS), (3, 3, 3, EOS), (3, 2, 2, EOS), (4, 4, EOS)}
 GRAMMAR = "t2t3t2|t2t4t3|t3t3t3|t3t2t2|t4t4"

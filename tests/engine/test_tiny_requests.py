@@ -71,6 +71,32 @@ def test_report(tiny: TinyEngine) -> None:
     assert answer["output_ids"] in [particle["output_ids"] for particle in report["particles"]]
 
 
+def test_streams_hold_back_no_more_than_asked(tiny: TinyEngine) -> None:
+    """Whatever is streamed is what the whole answer says, and after each cycle at most `max_stream_lag` tokens wait."""
+    sampling = {"temperature": 1.5, "max_new_tokens": 100, "ignore_eos": True, "sampling_seed": 5}
+    smc = {"n_particles": 8, "draft_length": 4, "resample_threshold": 0.0}
+
+    def streamed(lag: int | None) -> tuple[list[int], list[list[int]]]:
+        params = sampling_params(smc | {"max_stream_lag": lag}, **sampling)
+        chunks = tiny.engine.generate(input_ids=PROMPT, sampling_params=params, stream=True)
+        outputs = [list(chunk["output_ids"]) for chunk in chunks]  # SGLang goes on filling the list
+        whole = tiny.generate(PROMPT, smc=smc | {"max_stream_lag": lag}, **sampling)["output_ids"]
+        assert outputs[-1] == whole
+        assert all(whole[: len(output)] == output for output in outputs)
+        return whole, outputs
+
+    whole, unbounded = streamed(None)
+    assert len(unbounded) <= 3  # eight particles that are never resampled agree on next to nothing
+    for lag in (1, 7, 40):
+        _, outputs = streamed(lag)
+        sizes = [len(output) for output in outputs]
+        # The longest particle gains K + 1 = 5 tokens a cycle: nothing is held back for longer than `lag` allows.
+        assert all(after - before <= 5 + lag for before, after in itertools.pairwise(sizes))
+        assert sum(5 + lag >= 100 - size for size in sizes) >= 1
+        assert len(sizes) >= (100 - lag) / 5 - 1
+    assert streamed(400)[0] == whole  # a bound that is never reached changes nothing
+
+
 def test_finish_conditions(tiny: TinyEngine) -> None:
     for n, k in ((1, 1), (4, 4), (4, 8)):
         common = {"temperature": 1.0, "smc": {"n_particles": n, "draft_length": k}}
@@ -206,7 +232,7 @@ def test_plain_answers_are_not_offered_to_the_draft(tiny: TinyEngine) -> None:
         ({"min_new_tokens": 9}, ["min_new_tokens"]),
         ({"smc": {"power": 2.0, "mode": "off"}}, ["smc.power"]),
         ({"smc": {"power": 2.0, "mode": "exact"}}, ["smc.power"]),
-        ({"smc": {"max_stream_lag": 8}}, ["smc.max_stream_lag"]),
+        ({"smc": {"max_stream_lag": 0}}, ["smc.max_stream_lag", "1"]),
         ({"smc": {"grammar_semantics": "global", "mode": "exact"}}, ["smc.grammar_semantics"]),
         ({"smc": {"resample_threshold": 1.5}}, ["smc.resample_threshold"]),
         ({"smc": {"n_particles": 64}, "max_new_tokens": 60}, ["KV slots", str(POOL)]),

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from smc_sglang.demo import ensure_demo_pair
 from tests.server.running_server import Server
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = Server.start(tmp_path_factory.mktemp("server") / "log.txt", "--draft-length", "4")
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    options = ("--draft-length", "4", "--max-draft-length", "8", "--tool-call-parser", "qwen25")
+    running = Server.start(log, *options)
     try:
         yield running
         assert running.stop(signal.SIGTERM) == 0, running.tail()
@@ -27,3 +32,15 @@ def http(server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=120) as client:
         yield client
     assert server.process.poll() is None, server.tail()
+
+
+@pytest.fixture(scope="session")
+def target() -> Path:
+    """The demo target's checkpoint."""
+    return ensure_demo_pair(progress=False).target
+
+
+@pytest.fixture(scope="session")
+def tokenizer(target: Path) -> PreTrainedTokenizerBase:
+    """The demo pair's tokenizer."""
+    return AutoTokenizer.from_pretrained(target)

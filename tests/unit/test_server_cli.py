@@ -35,6 +35,7 @@ def test_help_lists_the_defaults() -> None:
         (["--n-particles", "0"], "--n-particles must be greater than or equal to 1, got 0"),
         (["--draft-length", "65"], "--draft-length must be less than or equal to 64, got 65"),
         (["--resample-threshold", "1.5"], "--resample-threshold must be less than or equal to 1, got 1.5"),
+        (["--max-draft-length", "4"], "draft_length=8 is above max_draft_length=4"),
         (["--n-particles", "65"], "n_particles=65 is above max_particles=64"),
         (["--speculative-num-steps", "3"], "--speculative-num-steps cannot be used here: use --draft-length"),
         (
