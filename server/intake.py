@@ -23,6 +23,7 @@ from smc_sglang.config import SmcConfig, SmcParams
 
 SMC = "smc"
 MAX_ANSWERS = 128  # n of one request; OpenAI's limit
+MAX_ALTERNATIVES = 20  # top_logprobs, and logprobs of /v1/completions; OpenAI's limit
 DEFAULT_MODEL = "default"  # SGLang's name for "no model given"
 
 # OpenAI's fields that change nothing here, whatever they say.
@@ -116,6 +117,8 @@ class Intake:
         for field in ("max_tokens", "max_completion_tokens"):  # SGLang's chat route takes 0 for "not given"
             _check_positive(request, field)
         _check_counts(request)
+        for field in ("logprobs", "top_logprobs"):
+            _check_alternatives(request, field)
         if request.get("stream_options") is not None and not request.get("stream"):
             raise RequestError("stream_options is allowed only when stream is true", param="stream_options")
 
@@ -193,6 +196,12 @@ def _check_counts(sampling: dict[str, Any]) -> None:
         raise RequestError(f"n must be at most {MAX_ANSWERS}, got {n}", param="n")
     if sampling.get("top_k") != -1:
         _check_positive(sampling, "top_k")
+
+
+def _check_alternatives(request: dict[str, Any], field: str) -> None:
+    value = request.get(field)
+    if isinstance(value, int) and not 0 <= value <= MAX_ALTERNATIVES:  # true and false are 1 and 0
+        raise RequestError(f"{field} must be from 0 to {MAX_ALTERNATIVES}, got {value}", param=field)
 
 
 def _check_prompts(request: dict[str, Any]) -> None:

@@ -11,13 +11,14 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from smc_sglang.demo import ensure_demo_pair
+from tests.server import twins as twins_of
 from tests.server.running_server import Server
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    options = ("--draft-length", "4", "--max-draft-length", "8", "--tool-call-parser", "qwen25")
+    options = ["--draft-length", "4", "--max-draft-length", "8", "--tool-call-parser", "qwen25"]
     running = Server.start(log, *options)
     try:
         yield running
@@ -44,3 +45,18 @@ def target() -> Path:
 def tokenizer(target: Path) -> PreTrainedTokenizerBase:
     """The demo pair's tokenizer."""
     return AutoTokenizer.from_pretrained(target)
+
+
+@pytest.fixture(scope="session")
+def twin_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("twins") / "model"
+    twins_of.write(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def twins(twin_checkpoint: Path) -> Iterator[Server]:
+    """A server whose draft is its target, in float32 and with a context of 128 tokens."""
+    server = twins_of.start(twin_checkpoint)
+    yield server
+    server.kill()

@@ -1,7 +1,6 @@
 """Draft = target on 128 positions: blocks at the context end, and answers that a wrong KV cell would give away.
 
-Every weight is equal here, so an answer is a plain sample of the target, whatever N, K and resampling are. (Returned
-log-probabilities are not supported yet: answers are re-scored with transformers instead of compared with them.)
+Every weight is equal here, so an answer is a plain sample of the target, whatever N, K and resampling are.
 """
 
 from __future__ import annotations
@@ -19,37 +18,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.models import tiny_llama, word_tokenizer
-from tests.server.running_server import STRICT_CHECKS, Server
+from tests.server.running_server import Server
+from tests.server.twins import CONTEXT, VOCAB, N
 
 pytestmark = pytest.mark.engine
 
-VOCAB, CONTEXT, N, K = 64, 128, 4, 8
 # SGLang keeps a margin of its own: prompts are shorter than this, and an answer leaves two positions free.
 PROMPT_LIMIT, MARGIN = CONTEXT - 6, 2
 N_REPLIES, REPLY = 100, 60
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("twins") / "model"
-    # Peaked laws: one foreign KV cell changes them visibly.
-    tiny_llama(path, VOCAB, seed=0, max_position=CONTEXT, scale=5.0)
-    word_tokenizer(path, VOCAB)
-    return path
-
-
-@pytest.fixture(scope="module")
-def twins(checkpoint: Path) -> Iterator[Server]:
-    server = Server.start(
-        checkpoint.parent / "log.txt",
-        *("--model-path", str(checkpoint), "--draft-model-path", str(checkpoint), "--dtype", "float32"),
-        *("--n-particles", str(N), "--draft-length", str(K), "--max-particles", "8"),
-        *("--context-length", str(CONTEXT), "--max-total-tokens", "8192"),
-        environment=STRICT_CHECKS | {"OMP_NUM_THREADS": "1"},
-    )
-    yield server
-    server.kill()
 
 
 @pytest.fixture
@@ -65,8 +41,11 @@ def prompt_of(n_tokens: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(2, VOCAB), k=n_tokens)
 
 
-def generate(client: httpx.Client, prompt: list[int], smc: dict[str, Any], **sampling: Any) -> httpx.Response:
+def generate(
+    client: httpx.Client, prompt: list[int], smc: dict[str, Any], logprobs: bool = False, **sampling: Any
+) -> httpx.Response:
     body = {"input_ids": prompt, "sampling_params": {"ignore_eos": True} | sampling, "smc": smc}
+    body["return_logprob"] = logprobs
     return client.post("/generate", json=body)
 
 
@@ -187,9 +166,9 @@ def apart(one: tuple[float, float], other: tuple[float, float]) -> float:
     return (one[0] - other[0]) / (one[1] ** 2 + other[1] ** 2) ** 0.5
 
 
-def test_sampled_answers_are_the_targets(client: httpx.Client, checkpoint: Path) -> None:
+def test_sampled_answers_are_the_targets(client: httpx.Client, twin_checkpoint: Path) -> None:
     """100 replies of 60 tokens, eight in flight, for N = 1 and for N = 8 resampled after every block."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(twin_checkpoint, dtype=torch.float32).eval()
     prompts = [prompt_of(12, seed) for seed in range(N_REPLIES)]
     reference = Rescored.by(model, torch.tensor(prompts), sampled(model, torch.tensor(prompts)))
     rescored = {}
@@ -200,7 +179,7 @@ def test_sampled_answers_are_the_targets(client: httpx.Client, checkpoint: Path)
             answers = list(
                 pool.map(
                     lambda seed, smc=smc: answered(
-                        generate(client, prompts[seed], smc, max_new_tokens=REPLY, sampling_seed=seed)
+                        generate(client, prompts[seed], smc, logprobs=True, max_new_tokens=REPLY, sampling_seed=seed)
                     ),
                     range(N_REPLIES),
                 )
@@ -210,6 +189,8 @@ def test_sampled_answers_are_the_targets(client: httpx.Client, checkpoint: Path)
         assert n_particles == 1 or np.mean([report["resamples"] for report in reports]) > 1
         replies = torch.tensor([answer["output_ids"] for answer in answers])
         rescored[n_particles] = Rescored.by(model, torch.tensor(prompts), replies)
+        told = [[value for value, _, _ in answer["meta_info"]["output_token_logprobs"]] for answer in answers]
+        assert np.abs(np.array(told) - rescored[n_particles].log_p).max() < 1e-2
         # A token drawn after a wrong KV cell is less likely than its law promises, from there on.
         mean, error = rescored[n_particles].surprise
         assert abs(mean) < 4 * error, f"N={n_particles}"
