@@ -33,6 +33,11 @@ NATIVE: dict[str, Any] = {
 PLAIN = {CHAT: ASK, COMPLETIONS: COMPLETE, GENERATE: NATIVE}
 
 
+def api_url(http: httpx.Client) -> str:
+    """What the `openai` client wants to know."""
+    return f"{str(http.base_url).rstrip('/')}/v1"
+
+
 def post(http: httpx.Client, path: str, body: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """The answer to a request that must succeed; a change to None leaves the field out."""
     request = {key: value for key, value in (body | changes).items() if value is not None}

@@ -20,6 +20,7 @@ from tests.server.asking import (
     NATIVE,
     PLAIN,
     QUESTION,
+    api_url,
     events,
     joined,
     post,
@@ -141,9 +142,7 @@ def test_stop_string(http: httpx.Client) -> None:
 
 
 def test_openai_client(http: httpx.Client) -> None:
-    with openai.OpenAI(
-        base_url=f"{str(http.base_url).rstrip('/')}/v1", api_key="none", max_retries=0, timeout=120
-    ) as client:
+    with openai.OpenAI(base_url=api_url(http), api_key="none", max_retries=0, timeout=120) as client:
         smc = {"smc": {"n_particles": 2}}
         arguments: Any = {
             "model": DEMO_NAME,
