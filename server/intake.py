@@ -39,6 +39,8 @@ HARMLESS = frozenset(
         "user",
     }
 )
+# Sent to /generate by SGLang's own clients, although it does not have them.
+NATIVE_HARMLESS = frozenset({"stream_options"})
 # OpenAI's fields that would change the answer and that are ignored or not supported yet -> the values that ask for
 # nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -73,7 +75,7 @@ class Route:
     @property
     def known(self) -> frozenset[str]:
         """Every top-level field that the route accepts."""
-        return self.fields | {SMC} | (HARMLESS | NEUTRAL.keys() if self.openai else frozenset())
+        return self.fields | {SMC} | (HARMLESS | NEUTRAL.keys() if self.openai else NATIVE_HARMLESS)
 
 
 @dataclass(frozen=True)

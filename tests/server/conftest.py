@@ -47,6 +47,14 @@ def tokenizer(target: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(target)
 
 
+@pytest.fixture
+def twin_http(twins: Server) -> Iterator[httpx.Client]:
+    """A client of the twins, which answer at once."""
+    with httpx.Client(base_url=twins.url, timeout=60) as client:
+        yield client
+    assert twins.process.poll() is None, twins.tail()
+
+
 @pytest.fixture(scope="session")
 def twin_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("twins") / "model"

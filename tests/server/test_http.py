@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from server.models import SmcReport, SmcServerConfig
 from smc_sglang.cli import DEMO_NAME
@@ -267,6 +269,53 @@ def test_unknown_model(http: httpx.Client, path: str) -> None:
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "model_not_found"
     assert post(http, path, PLAIN[path], model="default")["model"] == DEMO_NAME
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"user": "me"},
+        {"metadata": {"a": "b"}},
+        {"store": True},
+        {"service_tier": "auto"},
+        {"parallel_tool_calls": True},
+        {"functions": []},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_fields_that_ask_for_nothing_are_accepted(http: httpx.Client, field: dict[str, Any]) -> None:
+    for path in (CHAT, COMPLETIONS):
+        post(http, path, PLAIN[path], max_tokens=1, **field)
+
+
+@pytest.mark.parametrize("content", ["", " ", [], None])
+def test_a_message_without_content_is_answered_or_refused(http: httpx.Client, content: Any) -> None:
+    """The template's own tokens are a prompt."""
+    body = ASK | {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+    assert http.post(CHAT, json=body).status_code in (200, 400)
+    assert post(http, COMPLETIONS, COMPLETE, prompt=" ", max_tokens=2)["usage"]["completion_tokens"] == 2
+    post(http, CHAT, ASK, max_tokens=1)
+
+
+def generated(http: httpx.Client) -> float:
+    """Tokens of answers, by /metrics."""
+    text = http.get("/metrics", headers={"Accept": "text/plain"}, follow_redirects=True).text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert {"smc_resamples", "smc_particles_live", "smc_group_shrinks"} <= families.keys()
+    assert all(re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", name) for name in families)
+    labels = {label for family in families.values() for sample in family.samples for label in sample.labels}
+    assert not {"rid", "user"} & labels
+    samples = families["sglang:generation_tokens"].samples
+    return float(sum(sample.value for sample in samples if sample.name.endswith("_total")))
+
+
+def test_metrics_count_answers_not_drafts(http: httpx.Client) -> None:
+    """B46: the counter of generated tokens is the sum of what the answers' usage says, not N times it."""
+    before = generated(http)
+    bodies = [ASK | {"seed": seed, "max_tokens": 8 + seed, "smc": {"n_particles": 1 + seed}} for seed in range(4)]
+    total = sum(post(http, CHAT, body)["usage"]["completion_tokens"] for body in bodies)
+    refused(http, CHAT, ASK, temperature=-1)
+    assert generated(http) - before == total
 
 
 # -- clients that leave --------------------------------------------------------------------------------------

