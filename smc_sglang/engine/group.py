@@ -262,28 +262,11 @@ class ParticleGroup:
     def lineage(
         self, particles: Sequence[Particle], limit: int, uniform: Callable[[int], torch.Tensor]
     ) -> torch.Tensor | None:
-        """Which particles to go on with so that at most `limit` tokens are held back; None where all may stay.
-
-        Args:
-            particles: those that the weights are about.
-            uniform: float64 [1] by output position: where the kept particles differ, the continuation is drawn by
-                its particles' total weight.
-        Returns:
-            bool [n_particles].
-        """
+        """:func:`lineage` of `particles`, which are those that the weights are about."""
         assert self.weights is not None
-        agreed = len(self.parent.output_ids)
-        tails = [particle.tokens[agreed:] for particle in particles]
-        weights = self.weights.normalized.cpu()
-        kept = torch.ones_like(weights, dtype=torch.bool)
-        while True:
-            left = [tail for tail, stays in zip(tails, kept.tolist(), strict=True) if stays]
-            at = _agreement(left)
-            if max(map(len, left)) - at <= limit:
-                return None if len(left) == len(tails) else kept
-            drawn = tails[int(invert_cdf(weights.masked_fill(~kept, 0.0), uniform(agreed + at)))]
-            # A particle may also end here.
-            kept &= torch.tensor([tail[at : at + 1] == drawn[at : at + 1] for tail in tails])
+        start = len(self.parent.output_ids)
+        tails = [particle.tokens[start:] for particle in particles]
+        return lineage(tails, self.weights.normalized.cpu(), limit, lambda at: uniform(start + at))
 
     def adopt_answer(self, chosen: Particle) -> None:
         """The parent takes over the tokens and the finish state of the particle that was drawn."""
@@ -338,6 +321,29 @@ class ParticleGroup:
         if self.final_particles is not None:
             report["particles"] = self.final_particles
         return report
+
+
+def lineage(
+    streams: Sequence[array[int]], weights: torch.Tensor, limit: int, uniform: Callable[[int], torch.Tensor]
+) -> torch.Tensor | None:
+    """Which particles to go on with so that at most `limit` tokens are held back; None where all may stay.
+
+    Args:
+        streams: each particle's tokens; what they have in common at their beginning is not held back.
+        weights: W_i, [n_particles].
+        uniform: float64 [1] by position: where the kept streams differ, the continuation is drawn by its total weight.
+    Returns:
+        bool [n_particles]: a set that was drawn with probability sum W_i.
+    """
+    kept = torch.ones_like(weights, dtype=torch.bool)
+    while True:
+        left = [stream for stream, stays in zip(streams, kept.tolist(), strict=True) if stays]
+        at = _agreement(left)
+        if max(map(len, left)) - at <= limit:
+            return None if len(left) == len(streams) else kept
+        drawn = streams[int(invert_cdf(weights.masked_fill(~kept, 0.0), uniform(at)))]
+        # A particle may also end here.
+        kept &= torch.tensor([stream[at : at + 1] == drawn[at : at + 1] for stream in streams])
 
 
 def _agreement(streams: Sequence[array[int]]) -> int:
