@@ -2,8 +2,8 @@
 
     python -m bench.stream_lag
 
-For each N and bound, over the same prompts and seeds: tokens that come at once (mean and largest piece of a stream), and
-the mean log-likelihood of the answers' tokens under the target (at temperature 1 it falls towards the draft's law when the
+For each N and bound, over the same prompts and seeds: tokens that come at once (mean and largest piece of a stream),
+and the mean log-likelihood of the answers' tokens under the target (it falls towards that of the draft's law when the
 group decides too early), with its standard error.
 """
 
@@ -66,9 +66,8 @@ def main() -> None:
             largest = statistics.mean(max(sizes) for sizes, _ in answers)
             values = [value for _, value in answers]
             error = statistics.stdev(values) / len(values) ** 0.5
-            print(
-                f"{n:3} {lag or 'none':>6} {pieces:12.1f} {largest:15.1f}   {statistics.mean(values):.3f} +- {error:.3f}"
-            )
+            fidelity = f"{statistics.mean(values):.3f} +- {error:.3f}"
+            print(f"{n:3} {lag or 'none':>6} {pieces:12.1f} {largest:15.1f}   {fidelity}", flush=True)
     engine.shutdown()
 
 
