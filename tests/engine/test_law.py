@@ -168,13 +168,13 @@ def test_z_weighs_answers_to_the_target(model: Enumerable, resampling: str) -> N
     assert_z_weighs_answers_to_the_target(model, answers, log_z)
 
 
-@pytest.mark.parametrize("lag", [1, 3])
-def test_a_bound_on_the_tokens_held_back_is_unbiased(model: Enumerable, lag: int) -> None:
-    """Going on within one lineage, drawn by weight, keeps E[Z^ 1{answer = s}] = p(s)."""
-    smc = {"n_particles": 4, "draft_length": 2, "resample_threshold": 0.5, "max_stream_lag": lag}
+@pytest.mark.parametrize(("lag", "threshold"), [(1, 0.5), (3, 0.0)])
+def test_a_bound_on_the_tokens_held_back_is_unbiased(model: Enumerable, lag: int, threshold: float) -> None:
+    """Going on within one lineage, drawn by weight, keeps E[Z^ 1{answer = s}] = p(s), beside resampling or alone."""
+    smc = {"n_particles": 4, "draft_length": 2, "resample_threshold": threshold, "max_stream_lag": lag}
     answers, log_z = model.answers(7 + lag, temperature=1.0, max_new_tokens=8, smc=smc)
     assert_z_weighs_answers_to_the_target(model, answers, log_z)
-    assert np.mean([report["resamples"] for report in model.reports]) > 0.25
+    assert np.mean([report["resamples"] for report in model.reports]) > 0.05
 
 
 # What the grammar forces after t2 is likely, what it forces after t3 is not: masking token by token sees neither.
