@@ -24,7 +24,7 @@ from radix_patch import ParticleTree
 from radix_patch.accounting import check_ownership, usage
 from smc_sglang.config import SmcConfig, SmcParams
 from smc_sglang.engine.decision import GroupRows, Verdict, decide
-from smc_sglang.engine.group import Particle, ParticleGroup, Solo, block_width, role
+from smc_sglang.engine.group import Particle, ParticleGroup, Solo, block_width, lineage, role
 from smc_sglang.engine.metrics import Metrics
 from smc_sglang.engine.scoring import PendingInput
 from smc_sglang.engine.worker import CycleResult, PrefillResult
@@ -270,18 +270,17 @@ class Coordinator:
             The ancestors of the two resamplings together.
         """
         assert group.weights is not None
-        seed = torch.tensor(group.seed)
-
-        def uniform(position: int) -> torch.Tensor:
-            return uniforms(seed, torch.tensor([0]), torch.tensor(position), Stream.LINEAGE)
-
-        n = len(group.particles)
+        n, start = len(group.particles), len(group.parent.output_ids)
         sources = list(range(n)) if ancestors is None else ancestors
-        kept = group.lineage([group.particles[source] for source in sources], limit, uniform)
+        tails = [group.particles[source].tokens[start:] for source in sources]
+        weights = group.weights.normalized.cpu()
+        kept = lineage(
+            tails, weights, limit, lambda at: _draws(group, torch.tensor([0]), Stream.LINEAGE, start + at).cpu()
+        )
         if kept is None:
             return ancestors
         device = group.weights.log_weights.device
-        draws = uniforms(seed, torch.arange(n), torch.tensor(group.length), Stream.NARROW).to(device)
+        draws = _draws(group, torch.arange(n), Stream.NARROW, group.length)
         scheme = SCHEMES[group.params.resampling]
         chosen, log_z_increment = step.narrow(group.weights, kept.to(device), scheme, draws)
         group.add_log_z(float(log_z_increment))
@@ -318,8 +317,8 @@ class Coordinator:
     def _settle(self, group: ParticleGroup) -> Particle:
         """Draw one particle with probability W_i; log Z^ takes in the weights."""
         assert group.weights is not None
-        uniform = uniforms(torch.tensor(group.seed), torch.tensor(0), torch.tensor(group.length), Stream.SETTLE)
-        index, log_z_increment = step.settle(group.weights, uniform.to(group.weights.log_weights.device))
+        uniform = _draws(group, torch.tensor(0), Stream.SETTLE, group.length)
+        index, log_z_increment = step.settle(group.weights, uniform)
         group.add_log_z(float(log_z_increment))
         return group.particles[int(index)]
 
@@ -420,9 +419,7 @@ class Coordinator:
         old_n = len(group.particles)
         n = old_n // 2
         # Counted from the old N: a second shrinking in the same place draws other numbers.
-        draws = uniforms(
-            torch.tensor(group.seed), torch.arange(old_n, old_n + n), torch.tensor(group.length), Stream.SHRINK
-        ).to(group.weights.log_weights.device)
+        draws = _draws(group, torch.arange(old_n, old_n + n), Stream.SHRINK, group.length)
         ancestors, log_z_increment = step.shrink(group.weights, SCHEMES[group.params.resampling], draws)
         group.add_log_z(float(log_z_increment))
         group.weights = Weights(torch.zeros_like(draws))
@@ -497,6 +494,13 @@ def _refresh_pending(batch: ScheduleBatch) -> None:
     if not batch.is_empty():
         pending = [req.output_ids[-1] for req in batch.reqs]
         batch.spec_info.bonus_tokens = torch.tensor(pending, dtype=torch.int64, device=batch.device)
+
+
+def _draws(group: ParticleGroup, particles: torch.Tensor, stream: Stream, position: int) -> torch.Tensor:
+    """Uniforms of `group` for these particle counters at one output position, where its weights are."""
+    assert group.weights is not None
+    draws = uniforms(torch.tensor(group.seed), particles, torch.tensor(position), stream)
+    return draws.to(group.weights.log_weights.device)
 
 
 def _finished(particle: Particle) -> bool:

@@ -259,15 +259,6 @@ class ParticleGroup:
         logprobs.inherit(self.parent, self.particles[0].req, start, len(agreed))
         return len(agreed) - start
 
-    def lineage(
-        self, particles: Sequence[Particle], limit: int, uniform: Callable[[int], torch.Tensor]
-    ) -> torch.Tensor | None:
-        """:func:`lineage` of `particles`, which are those that the weights are about."""
-        assert self.weights is not None
-        start = len(self.parent.output_ids)
-        tails = [particle.tokens[start:] for particle in particles]
-        return lineage(tails, self.weights.normalized.cpu(), limit, lambda at: uniform(start + at))
-
     def adopt_answer(self, chosen: Particle) -> None:
         """The parent takes over the tokens and the finish state of the particle that was drawn."""
         parent = self.parent

@@ -13,6 +13,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from smc_sglang.engine.parsers import parse_json_array, parse_reasoning, parse_tool_calls
 from smc_sglang.hook import Hook
 
 SUPPORTED_SGLANG = "0.5.23"
@@ -190,24 +191,6 @@ def _report(original: Callable[..., None], meta_info: dict[str, Any], state: Any
     return None
 
 
-def _tool_calls(original: Callable[..., Any], parser: Any, delta: str) -> Any:
-    from smc_sglang.engine.parsers import parse_tool_calls
-
-    return parse_tool_calls(original, parser, delta)
-
-
-def _json_array(original: Callable[..., Any], parser: Any, delta: str, tools: Any) -> Any:
-    from smc_sglang.engine.parsers import parse_json_array
-
-    return parse_json_array(original, parser, delta, tools)
-
-
-def _reasoning(original: Callable[..., Any], parser: Any, delta: str) -> Any:
-    from smc_sglang.engine.parsers import parse_reasoning
-
-    return parse_reasoning(original, parser, delta)
-
-
 def _runs_smc(server_args: Any) -> bool:
     return (server_args.speculative_algorithm or "").upper() == ALGORITHM
 
@@ -301,19 +284,19 @@ _ENGINE_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.function_call.function_call_parser.FunctionCallParser.parse_stream_chunk",
         HookType.AROUND,
-        _tool_calls,
+        parse_tool_calls,
         "parsers of a chat stream expect a token per call and lose text or calls of a block",
     ),
     Hook(
         "sglang.srt.function_call.json_array_parser.JsonArrayParser.parse_streaming_increment",
         HookType.AROUND,
-        _json_array,
+        parse_json_array,
         "the same, for forced calls",
     ),
     Hook(
         "sglang.srt.parser.reasoning_parser.ReasoningParser.parse_stream_chunk",
         HookType.AROUND,
-        _reasoning,
+        parse_reasoning,
         "the same, for reasoning",
     ),
 )

@@ -92,7 +92,7 @@ def test_streams_hold_back_no_more_than_asked(tiny: TinyEngine) -> None:
         sizes = [len(output) for output in outputs]
         # The longest particle gains K + 1 = 5 tokens a cycle: nothing is held back for longer than `lag` allows.
         assert all(after - before <= 5 + lag for before, after in itertools.pairwise(sizes))
-        assert sum(5 + lag >= 100 - size for size in sizes) >= 1
+        assert sizes[0] == 1  # the first token comes with the prompt
         assert len(sizes) >= 100 / (5 + lag) - 1
     assert streamed(400)[0] == whole  # a bound that is never reached changes nothing
 

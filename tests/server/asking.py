@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -38,10 +39,15 @@ def api_url(http: httpx.Client) -> str:
     return f"{str(http.base_url).rstrip('/')}/v1"
 
 
+def at_once(run: Callable[[Any], Any], jobs: Sequence[Any]) -> list[Any]:
+    """Sixteen jobs at a time; their results in order."""
+    with ThreadPoolExecutor(16) as pool:
+        return list(pool.map(run, jobs))
+
+
 def post(http: httpx.Client, path: str, body: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """The answer to a request that must succeed; a change to None leaves the field out."""
-    request = {key: value for key, value in (body | changes).items() if value is not None}
-    response = http.post(path, json=request)
+    response = http.post(path, json=_given(body | changes))
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
@@ -74,8 +80,7 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 def streamed(http: httpx.Client, path: str, body: dict[str, Any], **changes: Any) -> list[dict[str, Any]]:
     """All events of a stream that must succeed; a change to None leaves the field out."""
-    request = {key: value for key, value in (body | changes).items() if value is not None}
-    with http.stream("POST", path, json=request | {"stream": True}) as response:
+    with http.stream("POST", path, json=_given(body | changes) | {"stream": True}) as response:
         assert response.status_code == 200, response.read()
         return list(events(response))
 
@@ -94,3 +99,7 @@ def text_of(answer: dict[str, Any], index: int = 0) -> str:
         return str(answer["text"])
     choice = answer["choices"][index]
     return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}

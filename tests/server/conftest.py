@@ -30,9 +30,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def http(server: Server) -> Iterator[httpx.Client]:
     """A client of the server; the server must be alive afterwards."""
-    with httpx.Client(base_url=server.url, timeout=120) as client:
+    with server.client(timeout=120) as client:
         yield client
-    assert server.process.poll() is None, server.tail()
 
 
 @pytest.fixture(scope="session")
@@ -50,9 +49,8 @@ def tokenizer(target: Path) -> PreTrainedTokenizerBase:
 @pytest.fixture
 def twin_http(twins: Server) -> Iterator[httpx.Client]:
     """A client of the twins, which answer at once."""
-    with httpx.Client(base_url=twins.url, timeout=60) as client:
+    with twins.client(timeout=60) as client:
         yield client
-    assert twins.process.poll() is None, twins.tail()
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,13 @@ class Server:
                 pass
             time.sleep(0.5)
         pytest.fail(f"the server was not healthy within {START_LIMIT:.0f} s:\n{self.tail()}")
+
+    @contextmanager
+    def client(self, timeout: float) -> Iterator[httpx.Client]:
+        """A client; the server must be alive afterwards."""
+        with httpx.Client(base_url=self.url, timeout=timeout) as client:
+            yield client
+        assert self.process.poll() is None, self.tail()
 
     def tail(self, lines: int = 60) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -18,7 +18,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.server.running_server import Server
 from tests.server.twins import CONTEXT, VOCAB, N
 
 pytestmark = pytest.mark.engine
@@ -29,12 +28,10 @@ N_REPLIES, REPLY = 100, 60
 
 
 @pytest.fixture
-def client(twins: Server) -> Iterator[httpx.Client]:
+def client(twin_http: httpx.Client) -> Iterator[httpx.Client]:
     """A client of the server, which must be alive and idle afterwards."""
-    with httpx.Client(base_url=twins.url, timeout=60) as client:
-        yield client
-        assert twins.process.poll() is None, twins.tail()
-        assert client.post("/flush_cache").status_code == 200
+    yield twin_http
+    assert twin_http.post("/flush_cache").status_code == 200
 
 
 def prompt_of(n_tokens: int, seed: int) -> list[int]:

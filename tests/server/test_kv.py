@@ -66,11 +66,10 @@ def client(kv_server: Server) -> Iterator[Client]:
 
     Under the strict checks an idle server whose pool is not whole stops.
     """
-    with httpx.Client(base_url=kv_server.url, timeout=60) as http:
+    with kv_server.client(timeout=60) as http:
         client = Client(http)
         yield client
         wait_for(client.is_idle, 10, "the server did not become idle")
-        assert kv_server.process.poll() is None, kv_server.tail()
 
 
 # -- requests ------------------------------------------------------------------------------------------------

@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.asking import ASK, CHAT, COMPLETE, COMPLETIONS, post, refused, text_of
+from tests.server.asking import ASK, CHAT, COMPLETE, COMPLETIONS, at_once, post, refused, text_of
 
 pytestmark = pytest.mark.engine
 
 WORDS: dict[str, Any] = {"prompt": "t5 t17 t9 t30"}
 
 
-def at_once(bodies: list[dict[str, Any]], http: httpx.Client, path: str = COMPLETIONS) -> list[dict[str, Any]]:
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        return list(pool.map(lambda body: post(http, path, body), bodies))
+def completed(http: httpx.Client, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return at_once(lambda body: post(http, COMPLETIONS, body), bodies)
 
 
 # -- seeds (B20) ---------------------------------------------------------------------------------------------
@@ -33,7 +31,7 @@ def test_a_seed_gives_one_answer_whatever_else_runs(twin_http: httpx.Client) -> 
     others = [body | {"seed": seed} for seed in range(1, 6)]
     unseeded = [{key: value for key, value in body.items() if key != "seed"} for _ in range(5)]
     for _ in range(2):
-        first, *rest = at_once([body, *others, *unseeded], twin_http)
+        first, *rest = completed(twin_http, [body, *others, *unseeded])
         assert {text_of(first)} == alone
         assert len({text_of(answer) for answer in rest}) == len(rest)
 
@@ -94,7 +92,7 @@ def test_the_temperature_is_the_requests_own(twin_http: httpx.Client, temperatur
     own = {} if temperature is None else {"temperature": temperature}
     bodies = [two_way | own | {"seed": 100 + i, "n": 100, "smc": {"n_particles": 1 + i}} for i in range(4)]
     beside = [two_way | {"temperature": other, "n": 4} for other in (0, 3.0)]
-    *answers, greedy, _ = at_once([*bodies, *beside], twin_http)
+    *answers, greedy, _ = completed(twin_http, [*bodies, *beside])
     counts = Counter(choice["text"].strip() for answer in answers for choice in answer["choices"])
     assert set(counts) <= {first.strip(), second.strip()}
     expected = 1 / (1 + math.exp((log_q - log_p) / (temperature or 1.0)))

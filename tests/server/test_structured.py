@@ -7,7 +7,6 @@ import math
 import random
 import re
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -21,6 +20,7 @@ from tests.server.asking import (
     COMPLETIONS,
     GENERATE,
     NATIVE,
+    at_once,
     joined,
     post,
     refused,
@@ -129,8 +129,7 @@ def test_grammars_beside_plain_requests(http: httpx.Client) -> None:
 
     for seed in range(2):
         random.Random(seed).shuffle(jobs)
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            list(pool.map(run, jobs))
+        at_once(run, jobs)
         assert http.get("/health").status_code == 200
 
 
