@@ -7,6 +7,7 @@ must be cut to V before use.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -59,6 +60,25 @@ def tiny_llama(
     model.save_pretrained(path)
 
 
+def markov_llama(path: Path, transitions: torch.Tensor, max_position: int = 2048) -> None:
+    """Write a Llama whose next token depends on the last one only: a checkpoint that says what it should.
+
+    Args:
+        transitions: [V, V], each row the next-token probabilities after one token; V must not exceed 64.
+    """
+    tiny_llama(path, len(transitions), hidden=64, max_position=max_position)
+    model = LlamaForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                weight.zero_()  # the residual stream stays the token's own embedding
+        eye = torch.eye(len(transitions), 64)
+        model.model.embed_tokens.weight.copy_(eye)
+        # RMSNorm scales a unit vector by sqrt(hidden) = 8.
+        model.lm_head.weight.copy_(torch.log(transitions.clamp_min(1e-12)).T @ eye / 8)
+    model.save_pretrained(path)
+
+
 def perturbed(path_src: Path, path_dst: Path, noise: float, seed: int) -> None:
     """Write a draft: the checkpoint at `path_src` plus Gaussian noise of `noise` times each matrix' std."""
     model = LlamaForCausalLM.from_pretrained(path_src)
@@ -70,9 +90,14 @@ def perturbed(path_src: Path, path_dst: Path, noise: float, seed: int) -> None:
     model.save_pretrained(path_dst)
 
 
-def word_tokenizer(path: Path, vocab_size: int) -> None:
-    """Write the word tokenizer described above; words that it does not know become `t2`."""
-    vocab = {"<eos>": EOS, "<bos>": BOS} | {f"t{i}": i for i in range(2, vocab_size)}
+def word_tokenizer(path: Path, vocab_size: int, names: Mapping[int, str] | None = None) -> None:
+    """Write the word tokenizer described above; words that it does not know become `t2`.
+
+    Args:
+        names: words that are called otherwise than `t<i>`, by id.
+    """
+    words = {i: f"t{i}" for i in range(2, vocab_size)} | dict(names or {})
+    vocab = {"<eos>": EOS, "<bos>": BOS} | {word: i for i, word in words.items()}
     # The fallback is not declared to transformers: it would be a special token, and decoding drops those.
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t2"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

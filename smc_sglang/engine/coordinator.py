@@ -339,6 +339,7 @@ class Coordinator:
         group.particles, group.weights = [], None
 
     def _stream(self, group: ParticleGroup) -> None:
+        group.reasoning.update(group.parent, self._scheduler.batch_result_processor._maybe_update_reasoning_tokens)
         group.speaking = True
         self._scheduler.output_streamer.stream_output([group.parent], group.parent.return_logprob)
         group.speaking = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,31 @@ if TYPE_CHECKING:
 def needs_host(req: Req) -> bool:
     """Whether only decoded text tells if `req` has finished."""
     return bool(req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs)
+
+
+def finish_at_first(original: Callable[[Req, int], None], req: Req, new_accepted_len: int = 1) -> None:
+    """Hook on `Req.update_finish_state`: a block finishes where it would have finished token by token.
+
+    SGLang looks for one condition after another in the whole block (stop strings in their order, then stop tokens):
+    the one that it finds first need not be the one that is met first.
+    """
+    if req.finished() or req.to_finish or new_accepted_len == 1 or not needs_host(req):
+        original(req, new_accepted_len)
+        return
+    original(req, new_accepted_len)
+    if not req.finished():
+        return
+    tokens, reason, length = req.output_ids, req.finished_reason, req.finished_len
+    grammar, req.grammar = req.grammar, None  # it has accepted the whole block and cannot judge a part
+    try:
+        for n in range(len(tokens) - new_accepted_len + 1, length or len(tokens)):
+            req.finished_reason, req.finished_len, req.output_ids = None, None, tokens[:n]
+            original(req, 1)
+            if req.finished():
+                return
+        req.finished_reason, req.finished_len = reason, length
+    finally:
+        req.output_ids, req.grammar = tokens, grammar
 
 
 def stop_ids(req: Req, sampling: SamplingParams) -> frozenset[int]:

@@ -22,6 +22,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from smc_sglang.config import SmcParams
 from smc_sglang.engine import logprobs
 from smc_sglang.engine.grammar import forked
+from smc_sglang.engine.reasoning import ReasoningCount
 from smc_sglang.smc.rng import invert_cdf
 from smc_sglang.smc.weights import Weights
 
@@ -125,6 +126,7 @@ class ParticleGroup:
     client_params: Any = None  # SGLang's SamplingParams as the client sent them
     prefilled_at: int = 0  # the parent's output tokens when it was last queued
     grammar: Any = None  # SGLang's grammar object, in the state after the parent's output tokens
+    reasoning: ReasoningCount = field(default_factory=ReasoningCount)
 
     def __post_init__(self) -> None:
         self.client_params = self.parent.sampling_params

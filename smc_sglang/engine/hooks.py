@@ -13,6 +13,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from smc_sglang.engine.finish import finish_at_first
 from smc_sglang.engine.parsers import parse_json_array, parse_reasoning, parse_tool_calls
 from smc_sglang.hook import Hook
 
@@ -213,6 +214,12 @@ _ENGINE_HOOKS: tuple[Hook, ...] = (
         HookType.AFTER,
         _commit,
         "the commit half of a cycle runs when SGLang has appended tokens and checked stop conditions",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        HookType.AROUND,
+        finish_at_first,
+        "of several stop conditions in one block the first in the text counts, not the first that SGLang looks for",
     ),
     Hook(
         f"{_SCHEDULER}.get_prefill_adder_class",
