@@ -103,8 +103,8 @@ def _config(**values: Any) -> SmcConfig:
 
 
 def _serve(config: SmcConfig, model: str | None, draft: str | None, arguments: list[str]) -> None:
-    # Quiet, with /metrics and cached_tokens, and without endless blanks in JSON, unless the user says otherwise: the
-    # last of two equal flags counts.
+    # Quiet, with /metrics and cached_tokens, without endless blanks in JSON, and with a cycle for who is decoding
+    # between two chunks of another's prompt, unless the user says otherwise: the last of two equal flags counts.
     quiet = [] if _given("--log-level", arguments) else ["--log-level", "warning"]
     if model is None or draft is None:
         model, draft, name = _demo()
@@ -112,6 +112,7 @@ def _serve(config: SmcConfig, model: str | None, draft: str | None, arguments: l
     argv = ["--model-path", model, "--speculative-algorithm", "SMC", "--speculative-draft-model-path", draft]
     argv += ["--speculative-num-steps", str(config.longest_draft)]
     argv += ["--enable-metrics", "--enable-cache-report", "--constrained-json-max-whitespace-cnt", "16"]
+    argv += ["--prefill-decode-interval", "1"]
     argv += [*quiet, *arguments]
 
     from server.launch import LaunchError, serve

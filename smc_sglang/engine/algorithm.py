@@ -134,20 +134,27 @@ def _resolve_config(server_args: Any) -> SmcConfig:
 
 
 def _check_vocabularies(server_args: Any) -> None:
-    """Refuse a draft whose tokens mean something else than the target's."""
+    """Refuse a draft whose tokens mean something else than the target's.
+
+    Padding behind the tokenizer's ids may differ: such ids are nobody's tokens, and the worker cuts them off.
+    """
     from sglang.srt.utils.hf_transformers_utils import get_config, get_tokenizer
 
     target, draft = server_args.model_path, server_args.speculative_draft_model_path
     trust = server_args.trust_remote_code
     sizes = [get_config(path, trust_remote_code=trust).get_text_config().vocab_size for path in (target, draft)]
-    if sizes[0] != sizes[1]:
+    comparable = not server_args.skip_tokenizer_init and _has_tokenizer(draft)
+    vocabularies = []
+    if comparable:
+        vocabularies = [get_tokenizer(path, trust_remote_code=trust).get_vocab() for path in (target, draft)]
+    only_padded = comparable and max(vocabularies[0].values()) < min(sizes)
+    if sizes[0] != sizes[1] and not only_padded:
         raise ValueError(
             f"the draft {draft} has a vocabulary of {sizes[1]} tokens and the target {target} one of {sizes[0]}: "
             "they must be the same"
         )
-    if server_args.skip_tokenizer_init or not _has_tokenizer(draft):
+    if not comparable:
         return
-    vocabularies = [get_tokenizer(path, trust_remote_code=trust).get_vocab() for path in (target, draft)]
     if vocabularies[0] != vocabularies[1]:
         raise ValueError(
             f"the tokenizer of the draft {draft} maps tokens to other ids than that of the target {target}: "

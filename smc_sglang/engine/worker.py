@@ -90,6 +90,9 @@ class SmcWorker(BaseSpecWorker):
                 context_length=target_worker.model_runner.model_config.context_len,
             )
         self.draft_runner = self._draft_worker.model_runner
+        # What only one of the models has is padding.
+        runners = (target_worker.model_runner, self.draft_runner)
+        self._vocab_size = min(runner.model_config.vocab_size for runner in runners)
 
     # -- SGLang's set-up interface -----------------------------------------------------------------------
 
@@ -138,9 +141,10 @@ class SmcWorker(BaseSpecWorker):
         draft_batch = copy.copy(batch)
         draft_batch.return_logprob = False
         self._draft_forward(draft_batch)
-        rows = _describe(batch, pending=torch.zeros_like(batch.seq_lens))
+        rows = _describe(batch, torch.zeros_like(batch.seq_lens), self._vocab_size)
         sizes = [_first_draws(req) for req in batch.reqs]
-        tokens, log_weights = step.first_tokens(target.logits_output.next_token_logits, rows, max(sizes))
+        logits = target.logits_output.next_token_logits[:, : self._vocab_size]
+        tokens, log_weights = step.first_tokens(logits, rows, max(sizes))
         first_tokens = [row[:size] for row, size in zip(tokens.tolist(), sizes, strict=True)]
         first_logprobs = None
         if batch.return_logprob:
@@ -160,7 +164,7 @@ class SmcWorker(BaseSpecWorker):
 
     def _cycle(self, batch: ScheduleBatch) -> CycleResult:
         """One SMC cycle over all rows: the algorithm box of :mod:`smc_sglang.smc.step` on SGLang's forwards."""
-        rows = _describe(batch, pending=batch.spec_info.bonus_tokens)
+        rows = _describe(batch, batch.spec_info.bonus_tokens, self._vocab_size)
         models = _BlockForwards(self, batch, widths=rows.draft_lengths + 1, width=max(rows.draft_lengths_list) + 1)
         block, laws = step.propose_and_score(rows, models.draft, models.score)
         members = _group_rows(batch.reqs)
@@ -192,7 +196,8 @@ class SmcWorker(BaseSpecWorker):
             return_hidden_states_before_norm=False,
         )
         with self._draft_context():
-            return self.draft_runner.forward(forward_batch).logits_output.next_token_logits
+            logits = self.draft_runner.forward(forward_batch).logits_output.next_token_logits
+        return logits[:, : self._vocab_size]
 
 
 class _BlockForwards:
@@ -238,7 +243,7 @@ class _BlockForwards:
         batch.spec_info = ScoreInput(self._positions.reshape(-1), width, self._batch.req_to_token_pool.req_to_token)
         result = self._worker.target_worker.forward_batch_generation(batch, is_verify=True)
         self.logits_output, self.can_run_cuda_graph = result.logits_output, result.can_run_cuda_graph
-        return result.logits_output.next_token_logits.view(n_rows, width, -1)
+        return result.logits_output.next_token_logits.view(n_rows, width, -1)[..., : self._worker._vocab_size]
 
     def _view(self, rows: torch.Tensor) -> ScheduleBatch:
         """The batch restricted to `rows` (rows only ever drop out, so their number names them)."""
@@ -334,13 +339,13 @@ def _first_draws(req: Req) -> int:
     return own.params.n_particles if isinstance(own, ParticleGroup) else 1
 
 
-def _describe(batch: ScheduleBatch, pending: torch.Tensor) -> step.Rows:
+def _describe(batch: ScheduleBatch, pending: torch.Tensor, vocab_size: int) -> step.Rows:
     """The batch's rows as the algorithm sees them."""
     device = batch.seq_lens.device
     rows = [_row(req) for req in batch.reqs]
     draft_lengths = tuple(row.draft_length for row in rows)
     greedy = [req.sampling_params.top_k == 1 for req in batch.reqs]
-    density = density_of(batch.reqs, draft_lengths, batch.model_config.vocab_size, device)
+    density = density_of(batch.reqs, draft_lengths, vocab_size, device)
     return step.Rows(
         pending=pending,
         draft_lengths=torch.tensor(draft_lengths, dtype=torch.int64, device=device),

@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from smc_sglang.demo import ensure_demo_pair
+from tests.server import thinker
 from tests.server import twins as twins_of
 from tests.server.running_server import Server
 
@@ -66,3 +67,16 @@ def twins(twin_checkpoint: Path) -> Iterator[Server]:
     server = twins_of.start(twin_checkpoint)
     yield server
     server.kill()
+
+
+@pytest.fixture(scope="session")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server of :mod:`tests.server.thinker`."""
+    path = tmp_path_factory.mktemp("thinker")
+    thinker.write(path)
+    running = thinker.start(path)
+    try:
+        yield running
+        assert running.process.poll() is not None or running.stop(signal.SIGTERM) == 0, running.tail()
+    finally:
+        running.kill()
