@@ -111,6 +111,8 @@ def _problems(server_args: Any) -> Iterator[str]:
             "priority preemption would retract single particles of a group: add --disable-priority-preemption "
             "to --enable-priority-scheduling"
         )
+    if server_args.grammar_backend == "outlines":
+        yield "--grammar-backend outlines cannot look ahead along a draft: use xgrammar (the default) or llguidance"
     for name in ("pp_size", "attn_cp_size", "dcp_size"):
         if getattr(server_args, name, 1) > 1:
             yield f"--{name.replace('_', '-')} {getattr(server_args, name)} is not supported: use 1"

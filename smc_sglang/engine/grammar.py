@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
+from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
@@ -27,6 +28,10 @@ def forked(grammar: Any, tokens: Sequence[int]) -> Any:
     if isinstance(grammar, XGrammarGrammar):
         fork = copy.copy(grammar)
         fork.matcher, fork.accepted_tokens = grammar.matcher.fork(), list(grammar.accepted_tokens)
+        return fork
+    if isinstance(grammar, GuidanceGrammar):
+        fork = grammar.copy()  # its matcher, in the state it is in
+        fork.finished = grammar.finished
         return fork
     if isinstance(grammar, ReasonerGrammarObject):
         fork = copy.copy(grammar)

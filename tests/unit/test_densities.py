@@ -18,6 +18,21 @@ from smc_sglang.smc.densities import (
 )
 from smc_sglang.smc.rejection import greedy_acceptance
 
+class EvenTokens:
+    """A grammar of even tokens; a row whose last drafted token is odd is in a dead end."""
+
+    def __init__(self, n_rows: int) -> None:
+        self.n_rows = n_rows
+
+    def rows(self, index: torch.Tensor) -> EvenTokens:
+        return EvenTokens(len(index))
+
+    def allowed(self, drafted: torch.Tensor, k: int) -> torch.Tensor:
+        even = torch.arange(7) % 2 == 0
+        alive = (drafted[:, k - 1] % 2 == 0) if k else torch.ones(self.n_rows, dtype=torch.bool)
+        return even & alive[:, None]
+
+
 GENERATOR = torch.Generator().manual_seed(0)
 LOGITS = torch.randn(4, 7, generator=GENERATOR) * 5
 TEMPERATURES = torch.tensor([1.0, 0.5, 2.0, 1e-4])
@@ -181,3 +196,48 @@ def test_greedy_acceptance(drafted: list[int], argmax: list[int], length: int, a
     )
     assert n_accepted.tolist() == [accepted]
     assert token.tolist() == [argmax[accepted]]
+
+
+def _masked(is_global: list[bool], **parts: object) -> tuple[Density, torch.Tensor]:
+    """A density of four rows at temperature 1 under :class:`EvenTokens`, and the allowed tokens."""
+    density = Density(torch.ones(4), masks=EvenTokens(4), is_global=torch.tensor(is_global), **parts)  # type: ignore
+    return density, torch.arange(7) % 2 == 0
+
+
+def test_local_semantics_renormalises_and_global_keeps_the_mass() -> None:
+    density, even = _masked([False, False, True, True])
+    judgement = density.judge(LOGITS, torch.empty(4, 0, dtype=torch.int64), 0)
+    plain = LOGITS.log_softmax(-1)
+    local = LOGITS.masked_fill(~even, -torch.inf).log_softmax(-1)
+    for row in (0, 1):
+        for law in (judgement.log_probs, judgement.whole, judgement.allowed):
+            assert torch.allclose(law[row], local[row])
+    for row in (2, 3):
+        assert torch.allclose(judgement.log_probs[row], local[row])  # what an exact step would draw from
+        assert torch.allclose(judgement.whole[row], plain[row])
+        assert torch.allclose(judgement.allowed[row], plain[row].masked_fill(~even, -torch.inf))
+    law, log_c = judgement.bonus(torch.ones(4), density.is_global)
+    assert torch.allclose(law, local)
+    assert torch.allclose(log_c, torch.where(density.is_global, plain[:, even].logsumexp(-1), torch.zeros(4)))
+
+
+def test_a_dead_end_has_no_weight_and_still_something_to_draw() -> None:
+    density, even = _masked([False, False, True, True])
+    drafted = torch.tensor([[2], [3], [2], [3]])  # rows 1 and 3 cannot go on
+    judgement = density.judge(LOGITS, drafted, 1)
+    for row, alive in enumerate([True, False, True, False]):
+        assert bool(judgement.whole[row].isneginf().all()) is not alive
+        assert bool(judgement.allowed[row].isneginf().all()) is not alive
+        assert torch.isfinite(judgement.log_probs[row][even]).all()
+    law, log_c = judgement.bonus(torch.ones(4), density.is_global)
+    assert law.exp().sum(-1).tolist() == pytest.approx([1.0] * 4)
+    assert log_c.isneginf().tolist() == [False, True, False, True]
+
+
+def test_where_all_that_a_grammar_allows_is_banned_the_grammar_wins() -> None:
+    bias = torch.zeros(4, 7)
+    bias[0, ::2] = -torch.inf
+    density, even = _masked([False] * 4, shapers=(Bias(bias),))
+    shaped = density.shaped(LOGITS, torch.empty(4, 0, dtype=torch.int64), 0)
+    assert torch.isfinite(shaped[0]).tolist() == even.tolist()
+    assert torch.allclose(shaped[1:], LOGITS[1:].masked_fill(~even, -torch.inf))

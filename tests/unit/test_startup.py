@@ -58,6 +58,7 @@ def test_block_width_follows_the_draft_length(pair: tuple[Path, Path]) -> None:
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
         ({"enable_priority_scheduling": True}, "--disable-priority-preemption"),
         ({"max_running_requests": 2}, "--max-running-requests 2"),
+        ({"grammar_backend": "outlines"}, "--grammar-backend outlines"),
     ],
     ids=str,
 )
@@ -77,6 +78,15 @@ def test_another_vocabulary_is_refused_with_both_names(pair: tuple[Path, Path], 
         resolve(pair[0], tmp_path / "other")
     assert str(pair[0]) in str(error.value)
     assert str(tmp_path / "other") in str(error.value)
+
+
+def test_padding_behind_the_tokenizers_ids_may_differ(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    tiny_llama(tmp_path / "other", 80)
+    word_tokenizer(tmp_path / "other", 64)
+    resolve(pair[0], tmp_path / "other")
+    word_tokenizer(tmp_path / "other", 70)  # here the target lacks six words
+    with pytest.raises(ValueError, match="tokenizer"):
+        resolve(pair[0], tmp_path / "other")
 
 
 def test_another_tokenizer_is_refused_with_both_names(pair: tuple[Path, Path], tmp_path: Path) -> None:
