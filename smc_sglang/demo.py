@@ -70,7 +70,7 @@ def default_cache_dir() -> Path:
 # --- A folder that is whole or absent ---------------------------------------------------------------
 
 
-def ensure_built(folder: Path, build: Builder, console: Console) -> None:
+def ensure_built(folder: Path, build: Builder, console: Console, what: str = "the demo pair") -> None:
     """Make `folder` hold what `build` produces, once, however many processes ask at the same time.
 
     The build happens in a sibling folder, is flushed to disk with a manifest, and is moved into place, all
@@ -84,7 +84,7 @@ def ensure_built(folder: Path, build: Builder, console: Console) -> None:
             return  # another process built it while this one waited
         staged = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(staged, ignore_errors=True)  # what a killed build left
-        console.print("building the demo pair: once, for about a minute")
+        console.print(f"building {what}: once, for about a minute")
         # Libraries write progress bars that have no switch; the console keeps its own handle on stderr.
         with console.status("starting") as status, contextlib.redirect_stderr(io.StringIO()):
             build(staged, status.update)
@@ -92,7 +92,7 @@ def ensure_built(folder: Path, build: Builder, console: Console) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         staged.rename(folder)
         _flush(folder.parent)
-    console.print(f"built the demo pair in {folder}")
+    console.print(f"built {what} in {folder}")
 
 
 def is_intact(folder: Path, full: bool = False) -> bool:

@@ -50,7 +50,7 @@ class Bucket:
         n_heads, n_kv_heads = queries.shape[1], keys.shape[1]
         fold = n_heads // n_kv_heads
         folded = (
-            queries.view(self.n_rows, self.n_queries, n_kv_heads, fold, -1)
+            queries.reshape(self.n_rows, self.n_queries, n_kv_heads, fold, -1)
             .permute(0, 2, 3, 1, 4)
             .reshape(self.n_rows, n_kv_heads, fold * self.n_queries, -1)
         )
@@ -167,17 +167,33 @@ class TorchCpuAttention(AttentionBackend):
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
-        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        output = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
-        for bucket in self.forward_metadata:
-            if bucket.tokens is None:
-                output = bucket.attend(q, keys, values, layer.scaling)
-            else:
-                output[bucket.tokens] = bucket.attend(q[bucket.tokens], keys, values, layer.scaling)
-        return output.flatten(1)
+        return self._attend(q, *pool.get_kv_buffer(layer.layer_id), layer.scaling)
 
     forward_decode = forward_extend
+
+    def attend(
+        self,
+        layer: RadixAttention,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Store the tokens' KV and attend, without SGLang's detours; all [n_tokens, n_heads or n_kv_heads, head_dim]."""
+        pools = self.token_to_kv_pool.write(layer.layer_id, slots, keys, values)
+        return self._attend(queries, *pools, layer.scaling)
+
+    def _attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """[n_tokens, n_heads * head_dim], from a layer's whole pools."""
+        if len(self.forward_metadata) == 1:
+            return self.forward_metadata[0].attend(queries, keys, values, scaling).flatten(1)
+        output = queries.new_empty(queries.shape[0], queries.shape[1], values.shape[-1])
+        for bucket in self.forward_metadata:
+            output[bucket.tokens] = bucket.attend(queries[bucket.tokens], keys, values, scaling)
+        return output.flatten(1)
 
     def support_triton(self) -> bool:
         return False

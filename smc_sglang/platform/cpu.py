@@ -104,6 +104,14 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
             return TorchCpuAttention.for_model(model_runner)
 
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        """Pack the weights of a loaded model for oneDNN, and run it without SGLang's layers where it is a plain Llama."""
+        from smc_sglang.platform.linear import pack_model
+        from smc_sglang.platform.llama import LlamaDecoder
+
+        pack_model(model)
+        LlamaDecoder.install(model)
+
     def get_kv_pool_cls(self, *, kind: str) -> type | None:
         """KV pools that move KV with torch, for the model kinds that the attention backend serves."""
         if kind != "mha":
