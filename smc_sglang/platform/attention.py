@@ -2,9 +2,12 @@
 
 A forward is planned once and run in every layer. Rows with equally many query and KV tokens make a bucket:
 one gather of keys, one of values and one call of torch's fused attention. The particles of a group have equal
-lengths, so a group is one bucket. Buckets are not padded to one another's length: with 8 rows of 200 to 1000
-tokens the padded call took 1.2 to 4 times as long as eight exact ones, for the masked part is computed too
-and a mask per row is read besides (heads 9/3, 30/10 and 32/8, float32 and bfloat16, one thread).
+lengths, so a group is one bucket. What all its rows share at their beginning, above all the prompt, is read once
+for all of them where it is long enough; the two parts are put together by their log-sum-exps.
+
+Buckets are not padded to one another's length: with 8 rows of 200 to 1000 tokens the padded call took 1.2 to 4
+times as long as eight exact ones, for the masked part is computed too and a mask per row is read besides (heads
+9/3, 30/10 and 32/8, float32 and bfloat16, one thread).
 """
 
 from __future__ import annotations
@@ -25,6 +28,11 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
+_SHARED_READS = 768  # KV tokens that reading a common beginning once must save: below, the second call costs more
+_TOLD_APART = 128  # KV tokens
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
 @dataclass
 class Bucket:
     """Rows of one forward with `n_queries` query tokens and `n_keys` KV tokens each, queries included."""
@@ -32,8 +40,9 @@ class Bucket:
     n_rows: int
     n_queries: int
     n_keys: int
-    slots: torch.Tensor  # int32 [n_rows * n_keys], KV slots, row-major
+    slots: torch.Tensor  # int32 [n_rows * n_keys], KV slots of what the rows do not share, row-major
     tokens: torch.Tensor | None  # int64 [n_rows * n_queries], their tokens in the batch; None: the whole batch
+    shared: torch.Tensor | None = None  # int32 [n_shared], KV slots of the rows' common beginning, where that is long
     _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -54,31 +63,59 @@ class Bucket:
             .permute(0, 2, 3, 1, 4)
             .reshape(self.n_rows, n_kv_heads, fold * self.n_queries, -1)
         )
-        output = torch.nn.functional.scaled_dot_product_attention(
+        own, own_mass = _flash(
             folded,
             self._gather(keys),
             self._gather(values),
             attn_mask=self._mask(fold, queries.dtype),
             scale=scaling,
         )
+        output = own
+        if self.shared is not None:
+            output = self._with_shared(folded, keys, values, scaling, self.shared, own, own_mass)
         return (
             output.unflatten(2, (fold, self.n_queries))
             .permute(0, 3, 1, 2, 4)
             .reshape(self.n_rows * self.n_queries, n_heads, -1)
         )
 
+    def _with_shared(
+        self,
+        folded: torch.Tensor,  # [n_rows, n_kv_heads, n_folded, head_dim]
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float,
+        shared_slots: torch.Tensor,
+        own: torch.Tensor,  # [n_rows, n_kv_heads, n_folded, head_dim], attention to the rows' own part
+        own_mass: torch.Tensor,  # float32 [n_rows, n_kv_heads, n_folded], its log-sum-exp
+    ) -> torch.Tensor:
+        """Attention to both parts: every query of every row sees the whole common beginning."""
+        n_rows, n_kv_heads, n_folded, _ = folded.shape
+        stacked = folded.transpose(0, 1).reshape(1, n_kv_heads, n_rows * n_folded, -1)
+        shared, shared_mass = _flash(
+            stacked,
+            keys.index_select(0, shared_slots).transpose(0, 1).unsqueeze(0),
+            values.index_select(0, shared_slots).transpose(0, 1).unsqueeze(0),
+            scale=scaling,
+        )
+        shared = shared.view(n_kv_heads, n_rows, n_folded, -1).transpose(0, 1)
+        shared_mass = shared_mass.view(n_kv_heads, n_rows, n_folded).transpose(0, 1)
+        weight = torch.sigmoid(shared_mass - own_mass).unsqueeze(-1)
+        return torch.lerp(own, shared, weight.to(own.dtype))
+
     def _gather(self, pool: torch.Tensor) -> torch.Tensor:
-        """The rows' keys or values, [n_rows, n_kv_heads, n_keys, head_dim]."""
-        return pool.index_select(0, self.slots).unflatten(0, (self.n_rows, self.n_keys)).transpose(1, 2)
+        """The rows' own keys or values, [n_rows, n_kv_heads, n_own_keys, head_dim]."""
+        return pool.index_select(0, self.slots).unflatten(0, (self.n_rows, -1)).transpose(1, 2)
 
     def _mask(self, fold: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Added to the scores, [fold * n_queries, n_keys]; None where every query sees every key."""
+        """Added to the scores, [fold * n_queries, n_own_keys]; None where every query sees every key."""
         if self.n_queries == 1:
             return None
         if (fold, dtype) not in self._masks:
-            hidden = torch.ones(self.n_queries, self.n_keys, dtype=torch.bool)
+            n_keys = len(self.slots) // self.n_rows
+            hidden = torch.ones(self.n_queries, n_keys, dtype=torch.bool)
             # Query j sees the tokens before the block and the block's tokens up to itself.
-            hidden = hidden.triu(diagonal=self.n_keys - self.n_queries + 1)
+            hidden = hidden.triu(diagonal=n_keys - self.n_queries + 1)
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             self._masks[fold, dtype] = mask.repeat(fold, 1)
         return self._masks[fold, dtype]
@@ -95,19 +132,33 @@ def plan(
         n_queries: [n_rows], each row's query tokens in this forward.
         n_keys: [n_rows], each row's tokens so far, its queries included.
     """
-    members: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for row, shape in enumerate(zip(n_queries, n_keys, strict=True)):
-        members[shape].append(row)
+    members: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    first_slots = req_to_token[rows, 0].tolist()
+    for row, (queries, keys, first) in enumerate(zip(n_queries, n_keys, first_slots, strict=True)):
+        # Long rows are told apart by their prompts, so that what a group shares is common to its bucket.
+        members[queries, keys, first if keys > _TOLD_APART else -1].append(row)
     first_tokens = torch.tensor(n_queries).cumsum(0) - torch.tensor(n_queries)
     buckets = []
-    for (queries, keys), indices in members.items():
+    for (queries, keys, _), indices in members.items():
         of_bucket = torch.tensor(indices)
         tokens = None
         if len(members) > 1:
             tokens = (first_tokens[of_bucket, None] + torch.arange(queries)).flatten()
-        slots = req_to_token[rows[of_bucket], :keys].flatten()
-        buckets.append(Bucket(len(indices), queries, keys, slots, tokens))
+        slots = req_to_token[rows[of_bucket], :keys]
+        n_shared = _n_shared(slots[:, : keys - queries])
+        shared = slots[0, :n_shared] if n_shared else None
+        buckets.append(Bucket(len(indices), queries, keys, slots[:, n_shared:].flatten(), tokens, shared))
     return buckets
+
+
+def _n_shared(slots: torch.Tensor) -> int:
+    """Tokens at the beginning of all rows that are worth reading once; int32 [n_rows, n_cached]."""
+    n_rows, n_cached = slots.shape
+    if (n_rows - 1) * n_cached < _SHARED_READS:
+        return 0
+    differs = (slots != slots[0]).any(0)
+    common = int(differs.int().argmax()) if bool(differs.any()) else n_cached
+    return common if (n_rows - 1) * common >= _SHARED_READS else 0
 
 
 class TorchCpuAttention(AttentionBackend):
@@ -168,7 +219,8 @@ class TorchCpuAttention(AttentionBackend):
         if save_kv_cache and k is not None and v is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        return self._attend(q, *pool.get_kv_buffer(layer.layer_id), layer.scaling)
+        keys, values = pool.get_kv_buffer(layer.layer_id)
+        return self._attend(q, keys, values, layer.scaling)
 
     forward_decode = forward_extend
 
@@ -180,13 +232,18 @@ class TorchCpuAttention(AttentionBackend):
         values: torch.Tensor,
         slots: torch.Tensor,
     ) -> torch.Tensor:
-        """Store the tokens' KV and attend, without SGLang's detours; all [n_tokens, n_heads or n_kv_heads, head_dim]."""
-        pools = self.token_to_kv_pool.write(layer.layer_id, slots, keys, values)
-        return self._attend(queries, *pools, layer.scaling)
+        """Store the tokens' KV and attend, without SGLang's detours.
 
-    def _attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+        Args:
+            queries, keys, values: [n_tokens, n_heads or n_kv_heads, head_dim].
+            slots: int64 [n_tokens].
+        Returns:
+            [n_tokens, n_heads * head_dim]
+        """
+        all_keys, all_values = self.token_to_kv_pool.write(layer.layer_id, slots, keys, values)
+        return self._attend(queries, all_keys, all_values, layer.scaling)
+
+    def _attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
         """[n_tokens, n_heads * head_dim], from a layer's whole pools."""
         if len(self.forward_metadata) == 1:
             return self.forward_metadata[0].attend(queries, keys, values, scaling).flatten(1)

@@ -105,7 +105,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             return TorchCpuAttention.for_model(model_runner)
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        """Pack the weights of a loaded model for oneDNN, and run it without SGLang's layers where it is a plain Llama."""
+        """Pack a loaded model's weights for oneDNN, and run it without SGLang's layers where it is a plain Llama."""
         from smc_sglang.platform.linear import pack_model
         from smc_sglang.platform.llama import LlamaDecoder
 

@@ -26,14 +26,14 @@ _TOKENS = 64  # the batch that oneDNN chooses its layout for; the same one serve
 class PackedLinear(UnquantizedLinearMethod):
     """A linear layer whose `weight` is packed."""
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return product(x, layer.weight, bias)
 
 
 class PackedHead(UnquantizedEmbeddingMethod):
     """An output layer. SGLang multiplies by `weight` itself where it knows the method by name; not here."""
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return product(x.to(layer.packed.dtype), layer.packed, bias)
 
 

@@ -64,7 +64,11 @@ class LlamaDecoder:
         attention = first.self_attn
         self._model, self._original = model, original
         self._layers = [_Layer.of(layer) for layer in model.layers]
-        self._n_heads, self._n_kv_heads, self._head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        self._n_heads, self._n_kv_heads, self._head_dim = (
+            attention.num_heads,
+            attention.num_kv_heads,
+            attention.head_dim,
+        )
         self._rotary = attention.rotary_emb
         self._eps = first.input_layernorm.variance_epsilon
         self._tables: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -72,7 +76,7 @@ class LlamaDecoder:
     @classmethod
     def install(cls, model: torch.nn.Module) -> bool:
         """Let a loaded causal model run here if it can; returns whether it does."""
-        inner = getattr(model, "model", None)
+        inner: Any = getattr(model, "model", None)
         if type(inner) is not LlamaModel or next(_special(inner), None) is not None:
             return False
         inner.forward = cls(inner, inner.forward)

@@ -28,6 +28,7 @@ QUIZ = [
     ("A week has seven", [" days", " noses", " wheels", " keys"], 0),
     ("Cats and dogs are", [" numbers", " animals"], 1),
 ]
+PLAIN = {"mode": "off"}
 TASKS = {
     "quiz_choice": {
         "output_type": "multiple_choice",
@@ -57,9 +58,17 @@ def samples(server: Server, target: Path, tmp_path_factory: pytest.TempPathFacto
     for name, task in TASKS.items():
         source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
         (folder / f"{name}.yaml").write_text(json.dumps({"task": name} | source | task))  # JSON is YAML
-    model = f"model={DEMO_NAME},base_url={server.url}/v1/completions,tokenizer={target},num_concurrent=8,max_retries=1"
+    model = f"model={DEMO_NAME},base_url={server.url}/v1/completions,tokenizer={target},num_concurrent=8"
     command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args", model]
-    command += ["--include_path", str(folder), "--tasks", ",".join(TASKS), "--log_samples", "--output_path", str(folder)]
+    command += [
+        "--include_path",
+        str(folder),
+        "--tasks",
+        ",".join(TASKS),
+        "--log_samples",
+        "--output_path",
+        str(folder),
+    ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "HF_DATASETS_CACHE": str(folder / "cache")}
     run = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
@@ -82,7 +91,10 @@ def test_what_it_scores_is_the_targets_log_probability(samples: dict[str, Any], 
             with torch.no_grad():
                 law = torch.log_softmax(model(tokens).logits[0, :-1].double(), dim=-1)
             exact = law.gather(-1, tokens[0, 1:, None])[start - 1 :].sum().item()
-            assert math.isclose(float(log_prob), exact, abs_tol=0.25 + 0.01 * abs(exact)), (question, choice)  # bfloat16
+            assert math.isclose(float(log_prob), exact, abs_tol=0.25 + 0.01 * abs(exact)), (
+                question,
+                choice,
+            )  # bfloat16
             scores.append(float(log_prob))
         right += scores.index(max(scores)) == answer
         assert sample["acc"] == (scores.index(max(scores)) == answer)
@@ -93,7 +105,13 @@ def test_what_it_generates_is_what_the_target_says(samples: dict[str, Any], serv
     """At temperature 0, cut at its stop strings."""
     with server.client(timeout=60) as client:
         for sample, (question, _, _) in zip(samples["quiz_write"], QUIZ, strict=True):
-            plain = {"prompt": question, "temperature": 0, "max_tokens": 12, "stop": ["\n", "."], "smc": {"mode": "off"}}
+            plain = {
+                "prompt": question,
+                "temperature": 0,
+                "max_tokens": 12,
+                "stop": ["\n", "."],
+                "smc": {"mode": "off"},
+            }
             text = client.post("/v1/completions", json=plain).json()["choices"][0]["text"]
             assert sample["resps"][0][0] == text
             assert "." not in text

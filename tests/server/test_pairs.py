@@ -1,4 +1,4 @@
-"""A draft that is padded to another vocabulary size and has another end token (what else differs is refused at start-up)."""
+"""A draft that is padded to another vocabulary size and has another end token. (What else differs is refused.)"""
 
 from __future__ import annotations
 

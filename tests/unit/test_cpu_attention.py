@@ -37,7 +37,9 @@ class Case:
     v: torch.Tensor
 
     @classmethod
-    def make(cls, prefixes: list[int], n_queries: list[int], dtype: torch.dtype = torch.float32) -> Case:
+    def make(
+        cls, prefixes: list[int], n_queries: list[int], dtype: torch.dtype = torch.float32, n_shared: int = 0
+    ) -> Case:
         generator = torch.Generator().manual_seed(len(prefixes) + sum(prefixes))
         table = ReqToTokenPool(ROWS, WIDTH, "cpu", enable_memory_saver=False)
         pool = TorchKVPool(
@@ -58,6 +60,8 @@ class Case:
         free = torch.randperm(SLOTS - 1, generator=generator) + 1
         lengths = [prefix + queries for prefix, queries in zip(prefixes, n_queries, strict=True)]
         slots = list(free[: sum(lengths)].split(lengths))
+        for own in slots[1:]:
+            own[:n_shared] = slots[0][:n_shared]
         for row, own in zip(rows.tolist(), slots, strict=True):
             table.req_to_token[row, : len(own)] = own.to(torch.int32)
 
@@ -92,6 +96,8 @@ class Case:
         self.backend.init_forward_metadata(batch)
         output = self.backend.forward(self.q.flatten(1), self.k, self.v, self.layer, batch)
         assert output.shape == (len(self.q), HEADS * HEAD_DIM)
+        direct = self.backend.attend(self.layer, self.q, self.k, self.v, batch.out_cache_loc)
+        assert torch.equal(direct, output)
         return output.unflatten(1, (HEADS, HEAD_DIM))
 
     def reference(self) -> torch.Tensor:
@@ -133,6 +139,26 @@ def test_the_scoring_pass_sees_the_prefix_and_the_block_up_to_itself(
 @pytest.mark.parametrize("prefixes", [[40] * 4, [7, 120, 64, 7, 0]], ids=["one group", "ragged"])
 def test_decode(prefixes: list[int], dtype: torch.dtype) -> None:
     Case.make(prefixes, [1] * len(prefixes), dtype).check(ForwardMode.DECODE)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [1, 9])
+@pytest.mark.parametrize("n_shared", [120, 170, 180])
+def test_a_long_common_beginning_is_read_once(n_shared: int, width: int, dtype: torch.dtype) -> None:
+    """Eight particles of one prompt, beside two rows of another; up to what is cached can be common."""
+    case = Case.make([180] * 8, [width] * 8, dtype, n_shared)
+    case.check(ForwardMode.TARGET_VERIFY if width > 1 else ForwardMode.DECODE)
+    (bucket,) = case.backend.forward_metadata
+    assert bucket.shared is not None
+    assert bucket.shared.tolist() == case.slots[0][:n_shared].tolist()
+    assert len(bucket.slots) == 8 * (180 + width - n_shared)
+
+
+def test_a_short_common_beginning_is_not() -> None:
+    for rows, n_shared in ((8, 40), (2, 180)):
+        case = Case.make([180] * rows, [1] * rows, n_shared=n_shared)
+        case.check(ForwardMode.DECODE)
+        assert [bucket.shared for bucket in case.backend.forward_metadata] == [None]
 
 
 @DTYPES

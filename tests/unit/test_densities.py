@@ -18,6 +18,7 @@ from smc_sglang.smc.densities import (
 )
 from smc_sglang.smc.rejection import greedy_acceptance
 
+
 class EvenTokens:
     """A grammar of even tokens; a row whose last drafted token is odd is in a dead end."""
 
