@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # SGLang's start-up is imports, in three processes: from source it takes three times as long.
 unexport PYTHONDONTWRITEBYTECODE
 LOCK := uv pip compile --quiet --universal --generate-hashes --no-annotate --no-header --python-version 3.11 \
-	--extra test pyproject.toml --output-file requirements.lock
+	--extra test --extra bench pyproject.toml --output-file requirements.lock
 
 .PHONY: serve test check bench lock clean help
 
@@ -26,9 +26,8 @@ check: $(READY)  ## Lint, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY)  ## Acceptance of the demo draft, tokens per second of `off` and `smc`, cost of resampling, KV saved
-	$(BIN)/python bench/draft_search.py
-	$(BIN)/python bench/demo_speed.py
+bench: $(READY)  ## Speed against fidelity on all pairs and beside peers, cost of resampling, KV saved (bench/README.md)
+	$(BIN)/python -m bench.frontier
 	$(BIN)/python -m bench.resample
 	$(BIN)/python -m bench.kv_sharing
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from smc_sglang.demo import default_cache_dir, ensure_built, ensure_demo_pair
 
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS = 1920, 5760, 30, 10
+WIDE = {
+    "hidden_size": 1920,
+    "intermediate_size": 5760,
+    "num_attention_heads": 30,
+    "num_key_value_heads": 10,
+}
 NOISE = {"wide-0.83": 0.05, "wide-0.66": 0.1}  # of each matrix' standard deviation
 VERSION = 1  # of the recipe; change it with the recipe
 
@@ -79,17 +84,18 @@ def noisy(path: Path, noise: float) -> LlamaForCausalLM:
     return model.to(torch.bfloat16)
 
 
-def widened(narrow: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A model of the width above that computes what `narrow` computes."""
+def widened(narrow: LlamaForCausalLM, sizes: Mapping[str, int] = WIDE) -> LlamaForCausalLM:
+    """A wider model that computes what `narrow` computes.
+
+    Args:
+        sizes: fields of its configuration; as many heads per KV head as `narrow` has.
+    """
     old = narrow.config
-    ratio = old.hidden_size / HIDDEN
+    ratio = old.hidden_size / sizes["hidden_size"]
     config = LlamaConfig(
         **old.to_dict()
+        | dict(sizes)
         | {
-            "hidden_size": HIDDEN,
-            "intermediate_size": INTERMEDIATE,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS,
             "head_dim": old.hidden_size // old.num_attention_heads,
             # The mean square is taken over more coordinates, the new ones zero.
             "rms_norm_eps": old.rms_norm_eps * ratio,
