@@ -211,7 +211,7 @@ def _result(
         ],
         "smc": rows,
         "batched": [{"mode": mode, "batch": size, **setting.summary()} for (mode, size), setting in batched.items()],
-        "products_ms": {f"{model} {m}": 1e3 * limit.pass_seconds(model, m) for model, m in sorted(limit._seconds)},
+        "products_ms": limit.products_ms,
     }
 
 

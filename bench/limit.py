@@ -55,6 +55,11 @@ class Limit:
     def pass_seconds(self, model: str, n_tokens: int) -> float:
         return statistics.mean(self._seconds[model, n_tokens])
 
+    @property
+    def products_ms(self) -> dict[str, float]:
+        """Every pass that was timed, by model and tokens."""
+        return {f"{model} {tokens}": 1e3 * self.pass_seconds(model, tokens) for model, tokens in sorted(self._seconds)}
+
     def off(self) -> float:
         """One token at a time."""
         return 1 / self.pass_seconds("target", 1)

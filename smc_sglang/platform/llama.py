@@ -7,6 +7,7 @@ the same weights, KV pool and attention, the same arithmetic.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,9 @@ from smc_sglang.platform.linear import PackedLinear, product, product_plus
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +81,10 @@ class LlamaDecoder:
     def install(cls, model: torch.nn.Module) -> bool:
         """Let a loaded causal model run here if it can; returns whether it does."""
         inner: Any = getattr(model, "model", None)
-        if type(inner) is not LlamaModel or next(_special(inner), None) is not None:
+        if type(inner) is not LlamaModel:
+            return False
+        if (reason := next(_special(inner), None)) is not None:
+            logger.info("SGLang's own layers run: %s", reason)
             return False
         inner.forward = cls(inner, inner.forward)
         return True
@@ -123,7 +130,7 @@ class LlamaDecoder:
 
 
 def _special(model: Any) -> Iterator[str]:
-    """What of a Llama needs SGLang's own layers."""
+    """Why a Llama needs SGLang's own layers."""
     if get_parallel().tp_size > 1 or not model.pp_group.is_first_rank or not model.pp_group.is_last_rank:
         yield "it is split over several processes"
     norms = [model.norm]
