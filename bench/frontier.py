@@ -31,7 +31,8 @@ import bench.cycle as cycle
 import smc_sglang
 from bench import peers
 from bench.limit import Limit, Products
-from bench.pairs import Pair, ensure_pair
+from bench.pairs import ensure_pair
+from smc_sglang.demo import DemoPair
 from smc_sglang.platform.cpu import PACK_BFLOAT16
 
 HERE = Path(__file__).parent
@@ -78,7 +79,7 @@ class Setting:
 class Bench:
     """One pair in one engine."""
 
-    def __init__(self, pair: Pair, new_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(self, pair: DemoPair, new_tokens: int, dtype: torch.dtype) -> None:
         self._log = Path(os.environ[cycle.LOG])
         self._new_tokens = new_tokens
         self.engine = smc_sglang.Engine(

@@ -17,14 +17,13 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from smc_sglang.demo import default_cache_dir, ensure_built, ensure_demo_pair
+from smc_sglang.demo import DemoPair, default_cache_dir, ensure_built, ensure_demo_pair
 
 WIDE = {
     "hidden_size": 1920,
@@ -36,22 +35,13 @@ NOISE = {"wide-0.83": 0.05, "wide-0.66": 0.1}  # of each matrix' standard deviat
 VERSION = 1  # of the recipe; change it with the recipe
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two checkpoint folders with the same tokenizer."""
-
-    target: Path
-    draft: Path
-
-
-def ensure_pair(name: str) -> Pair:
+def ensure_pair(name: str) -> DemoPair:
     """One of the pairs above, built first where it is not in the cache."""
     if name == "demo":
-        demo = ensure_demo_pair()
-        return Pair(demo.target, demo.draft)
+        return ensure_demo_pair()
     folder = default_cache_dir() / f"bench-{VERSION}"
     ensure_built(folder, _build, Console(file=sys.stderr), what="the wide pairs of the benchmarks")
-    return Pair(folder / "wide", folder / name)
+    return DemoPair(folder / "wide", folder / name)
 
 
 def _build(folder: Path, report: Callable[[str], None]) -> None:
@@ -61,7 +51,7 @@ def _build(folder: Path, report: Callable[[str], None]) -> None:
     widened(narrow).to(torch.bfloat16).save_pretrained(folder / "wide")
     for name, noise in NOISE.items():
         report(f"writing the draft of {name}")
-        noisy(narrow_path, noise).save_pretrained(folder / name)
+        noisy(narrow_path, noise).to(torch.bfloat16).save_pretrained(folder / name)
     for path in [folder / "wide", *(folder / name for name in NOISE)]:
         for file in narrow_path.iterdir():
             if "token" in file.name or file.suffix == ".jinja":
@@ -69,19 +59,19 @@ def _build(folder: Path, report: Callable[[str], None]) -> None:
     report("checking")
 
 
-def noisy(path: Path, noise: float) -> LlamaForCausalLM:
-    """The model with Gaussian noise on every matrix.
+def noisy(path: Path, noise: float, seed: int = 0) -> LlamaForCausalLM:
+    """The model in float32, with Gaussian noise on every matrix.
 
     Args:
         noise: its standard deviation, as a part of the matrix' own.
     """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
-    return model.to(torch.bfloat16)
+    return model
 
 
 def widened(narrow: LlamaForCausalLM, sizes: Mapping[str, int] = WIDE) -> LlamaForCausalLM:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.pairs import Pair
+from smc_sglang.demo import DemoPair
 
 # Not in the lock file: each needs its own build of torch or a compiler.
 OPTIONAL = {
@@ -22,7 +22,7 @@ OPTIONAL = {
 
 
 def measure(
-    pair: Pair, prompts: Sequence[str], new_tokens: int, temperature: float, dtype: torch.dtype
+    pair: DemoPair, prompts: Sequence[str], new_tokens: int, temperature: float, dtype: torch.dtype
 ) -> dict[str, dict[str, Any]]:
     """Tokens per second of each peer, the median over `prompts`; peers that are not there say why."""
     peers: dict[str, dict[str, Any]] = {}
@@ -43,7 +43,7 @@ def measure(
 
 
 def _transformers(
-    pair: Pair, new_tokens: int, temperature: float, dtype: torch.dtype
+    pair: DemoPair, new_tokens: int, temperature: float, dtype: torch.dtype
 ) -> dict[str, Callable[[str], float]]:
     tokenizer = AutoTokenizer.from_pretrained(pair.target)
     target, draft = (AutoModelForCausalLM.from_pretrained(path, dtype=dtype) for path in (pair.target, pair.draft))

@@ -14,6 +14,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from bench.pairs import noisy
+
 EOS, BOS = 0, 1
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
@@ -81,13 +83,7 @@ def markov_llama(path: Path, transitions: torch.Tensor, max_position: int = 2048
 
 def perturbed(path_src: Path, path_dst: Path, noise: float, seed: int) -> None:
     """Write a draft: the checkpoint at `path_src` plus Gaussian noise of `noise` times each matrix' std."""
-    model = LlamaForCausalLM.from_pretrained(path_src)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
-    model.save_pretrained(path_dst)
+    noisy(path_src, noise, seed).save_pretrained(path_dst)
 
 
 def word_tokenizer(path: Path, vocab_size: int, names: Mapping[int, str] | None = None) -> None:

@@ -17,8 +17,6 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from radix_patch import ParticleTree
 from radix_patch.accounting import check_ownership, usage
@@ -26,7 +24,7 @@ from smc_sglang.config import SmcConfig, SmcParams
 from smc_sglang.engine.decision import GroupRows, Verdict, decide
 from smc_sglang.engine.group import Particle, ParticleGroup, Solo, block_width, lineage, role
 from smc_sglang.engine.metrics import Metrics
-from smc_sglang.engine.scoring import PendingInput
+from smc_sglang.engine.running_batch import decode_batch, join_running, refresh_pending
 from smc_sglang.engine.worker import CycleResult, PrefillResult
 from smc_sglang.smc import step
 from smc_sglang.smc.resampling import SCHEMES, arrange
@@ -161,7 +159,7 @@ class Coordinator:
             self._speak_or_finish(own)
         if forked:
             batch.filter_batch(reqs_to_exclude=forked)
-            self._join_running(newborn)
+            join_running(self._scheduler, newborn)
 
     def _fork(
         self,
@@ -191,8 +189,8 @@ class Coordinator:
         for member in members:
             revived += self._commit_group(member, verdicts[member.group])
         if any(verdicts[m.group].ancestors is not None or m.group.params.max_stream_lag is not None for m in members):
-            _refresh_pending(batch)
-        self._join_running(revived)
+            refresh_pending(batch)
+        join_running(self._scheduler, revived)
 
     def _commit_group(self, member: GroupRows, verdict: Verdict) -> list[Req]:
         """Commit one group's cycle; returns the particles that have to join the batch again."""
@@ -443,58 +441,10 @@ class Coordinator:
         group.renew(survivors)
         batch.filter_batch()
         if revived:
-            batch.merge_batch(self._decode_batch(revived))
-        _refresh_pending(batch)
+            batch.merge_batch(decode_batch(self._scheduler, revived))
+        refresh_pending(batch)
         if group.all_finished:
             self._answer(group)
-
-    # -- the running batch -----------------------------------------------------------------------------------
-
-    def _join_running(self, reqs: list[Req]) -> None:
-        if not reqs:
-            return
-        newcomers = self._decode_batch(reqs)
-        running = self._scheduler.running_batch
-        if running.is_empty():
-            newcomers.batch_is_full = running.batch_is_full
-            self._scheduler.running_batch = newcomers
-        else:
-            running.merge_batch(newcomers)
-
-    def _decode_batch(self, reqs: list[Req]) -> ScheduleBatch:
-        """A decode batch of particles, as SGLang builds one after a prefill."""
-        scheduler = self._scheduler
-        batch = ScheduleBatch.init_new(
-            reqs,
-            scheduler.req_to_token_pool,
-            scheduler.token_to_kv_pool_allocator,
-            scheduler.tree_cache,
-            scheduler.model_config,
-            scheduler.enable_overlap,
-            scheduler.spec_algorithm,
-        )
-        device = batch.device
-        batch.forward_mode = ForwardMode.DECODE
-        batch.req_pool_indices_cpu = torch.tensor([req.kv.req_pool_idx for req in reqs], dtype=torch.int64)
-        batch.seq_lens_cpu = torch.tensor([req.kv.kv_committed_len for req in reqs], dtype=torch.int64)
-        batch.req_pool_indices = batch.req_pool_indices_cpu.to(device)
-        batch.seq_lens = batch.seq_lens_cpu.to(device)
-        batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
-        batch.multimodal_inputs = [None] * len(reqs)
-        if batch.return_logprob:
-            batch.top_logprobs_nums = [req.logprob.top_logprobs_num for req in reqs]
-            batch.token_ids_logprobs = [req.logprob.token_ids_logprob for req in reqs]
-        pending = torch.tensor([req.output_ids[-1] for req in reqs], dtype=torch.int64, device=device)
-        batch.spec_info = PendingInput(pending)
-        batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, scheduler.model_config.vocab_size)
-        return batch
-
-
-def _refresh_pending(batch: ScheduleBatch) -> None:
-    """Rows whose particle became a copy continue from their ancestor's last token."""
-    if not batch.is_empty():
-        pending = [req.output_ids[-1] for req in batch.reqs]
-        batch.spec_info.bonus_tokens = torch.tensor(pending, dtype=torch.int64, device=batch.device)
 
 
 def _draws(group: ParticleGroup, particles: torch.Tensor, stream: Stream, position: int) -> torch.Tensor:

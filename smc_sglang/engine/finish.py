@@ -23,11 +23,9 @@ def finish_at_first(original: Callable[[Req, int], None], req: Req, new_accepted
     SGLang looks for one condition after another in the whole block (stop strings in their order, then stop tokens):
     the one that it finds first need not be the one that is met first.
     """
-    if req.finished() or req.to_finish or new_accepted_len == 1 or not needs_host(req):
-        original(req, new_accepted_len)
-        return
+    as_it_is = req.finished() or req.to_finish or new_accepted_len == 1 or not needs_host(req)
     original(req, new_accepted_len)
-    if not req.finished():
+    if as_it_is or not req.finished():
         return
     tokens, reason, length = req.output_ids, req.finished_reason, req.finished_len
     grammar, req.grammar = req.grammar, None  # it has accepted the whole block and cannot judge a part

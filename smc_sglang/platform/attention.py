@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _SHARED_READS = 768  # KV tokens that reading a common beginning once must save: below, the second call costs more
-_TOLD_APART = 128  # KV tokens
+_TOLD_APART = 128  # KV tokens from which on rows of other prompts are no longer in one bucket
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -40,7 +40,7 @@ class Bucket:
     n_rows: int
     n_queries: int
     n_keys: int
-    slots: torch.Tensor  # int32 [n_rows * n_keys], KV slots of what the rows do not share, row-major
+    slots: torch.Tensor  # int32 [n_rows * n_own_keys], KV slots of what comes after `shared`, row-major
     tokens: torch.Tensor | None  # int64 [n_rows * n_queries], their tokens in the batch; None: the whole batch
     shared: torch.Tensor | None = None  # int32 [n_shared], KV slots of the rows' common beginning, where that is long
     _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
@@ -112,10 +112,10 @@ class Bucket:
         if self.n_queries == 1:
             return None
         if (fold, dtype) not in self._masks:
-            n_keys = len(self.slots) // self.n_rows
-            hidden = torch.ones(self.n_queries, n_keys, dtype=torch.bool)
+            n_own_keys = self.n_keys - (0 if self.shared is None else len(self.shared))
+            hidden = torch.ones(self.n_queries, n_own_keys, dtype=torch.bool)
             # Query j sees the tokens before the block and the block's tokens up to itself.
-            hidden = hidden.triu(diagonal=n_keys - self.n_queries + 1)
+            hidden = hidden.triu(diagonal=n_own_keys - self.n_queries + 1)
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             self._masks[fold, dtype] = mask.repeat(fold, 1)
         return self._masks[fold, dtype]

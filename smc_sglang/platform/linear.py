@@ -66,25 +66,24 @@ def pack_model(model: torch.nn.Module) -> int:
     if not torch.backends.mkldnn.is_available():
         logger.warning("this torch has no oneDNN: matrix products run several times slower")
         return 0
-    n_packed = 0
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if isinstance(layer, LinearBase) and type(method) is UnquantizedLinearMethod and _packable(layer):
-            layer.weight = Parameter(pack(layer.weight), requires_grad=False)
-            layer.quant_method = PackedLinear()
-        elif layer is getattr(model, "lm_head", None) and type(method) is UnquantizedEmbeddingMethod:
-            if not _packable(layer):
-                continue
-            layer.packed = pack(layer.weight)
-            layer.quant_method = PackedHead()
-            if isinstance(layer, ParallelLMHead):  # else it is the embedding
-                layer.weight = Parameter(layer.packed, requires_grad=False)
-        else:
-            continue
-        n_packed += 1
-    return n_packed
+    linears = [layer for layer in model.modules() if isinstance(layer, LinearBase)]
+    linears = [layer for layer in linears if _packable(layer, UnquantizedLinearMethod)]
+    for layer in linears:
+        layer.weight = Parameter(pack(layer.weight), requires_grad=False)
+        layer.quant_method = PackedLinear()
+    head: Any = getattr(model, "lm_head", None)
+    if not _packable(head, UnquantizedEmbeddingMethod):
+        return len(linears)
+    head.packed = pack(head.weight)
+    head.quant_method = PackedHead()
+    if isinstance(head, ParallelLMHead):  # else it is the embedding
+        head.weight = Parameter(head.packed, requires_grad=False)
+    return len(linears) + 1
 
 
-def _packable(layer: Any) -> bool:
+def _packable(layer: Any, method: type) -> bool:
+    """Whether `layer` multiplies in this plain way by a matrix that oneDNN can pack."""
+    if type(getattr(layer, "quant_method", None)) is not method:
+        return False
     weight = layer.weight
     return weight.dtype in _DTYPES and weight.dim() == 2 and not weight.is_mkldnn and weight.device.type == "cpu"

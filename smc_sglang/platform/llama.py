@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,14 +69,10 @@ class LlamaDecoder:
         attention = first.self_attn
         self._model, self._original = model, original
         self._layers = [_Layer.of(layer) for layer in model.layers]
-        self._n_heads, self._n_kv_heads, self._head_dim = (
-            attention.num_heads,
-            attention.num_kv_heads,
-            attention.head_dim,
-        )
+        self._n_heads, self._n_kv_heads = attention.num_heads, attention.num_kv_heads
+        self._head_dim = attention.head_dim
         self._rotary = attention.rotary_emb
         self._eps = first.input_layernorm.variance_epsilon
-        self._tables: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
     def install(cls, model: torch.nn.Module) -> bool:
@@ -102,7 +99,7 @@ class LlamaDecoder:
         if not isinstance(backend, TorchCpuAttention) or self._model.layers_to_capture:
             return self._original(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
         hidden = self._model.embed_tokens(input_ids) if input_embeds is None else input_embeds
-        cos, sin = self._turns(positions, hidden.dtype)
+        cos, sin = (table[positions] for table in self._turns)
         shape, eps = hidden.shape[-1:], self._eps
         n_turned, half = self._n_heads + self._n_kv_heads, self._head_dim // 2
         slots = forward_batch.out_cache_loc
@@ -119,14 +116,14 @@ class LlamaDecoder:
             hidden = product_plus(silu(gate).mul_(up), layer.down, None, hidden)
         return rms_norm(hidden, shape, self._model.norm.weight, eps)
 
-    def _turns(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotary factors of these positions, [n_tokens, 1, head_dim] each: x cos + (x rolled by half a head) sin."""
-        if dtype not in self._tables:
-            cos, sin = self._rotary.cos_sin_cache.to(dtype).chunk(2, -1)
-            tables = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-            self._tables[dtype] = tables[0].unsqueeze(1), tables[1].unsqueeze(1)
-        cos, sin = self._tables[dtype]
-        return cos[positions], sin[positions]
+    @cached_property
+    def _turns(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotary factors by position, [n_positions, 1, head_dim] each: x cos + (x rolled by half a head) sin.
+
+        Made at the first pass: SGLang extends its table after a model is loaded.
+        """
+        cos, sin = self._rotary.cos_sin_cache.to(self._model.norm.weight.dtype).unsqueeze(1).chunk(2, -1)
+        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 def _special(model: Any) -> Iterator[str]:

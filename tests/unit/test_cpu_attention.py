@@ -145,7 +145,7 @@ def test_decode(prefixes: list[int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [1, 9])
 @pytest.mark.parametrize("n_shared", [120, 170, 180])
 def test_a_long_common_beginning_is_read_once(n_shared: int, width: int, dtype: torch.dtype) -> None:
-    """Eight particles of one prompt, beside two rows of another; up to what is cached can be common."""
+    """Eight particles of one prompt; up to all that is cached can be common."""
     case = Case.make([180] * 8, [width] * 8, dtype, n_shared)
     case.check(ForwardMode.TARGET_VERIFY if width > 1 else ForwardMode.DECODE)
     (bucket,) = case.backend.forward_metadata
@@ -183,6 +183,15 @@ def test_rows_of_equal_shape_share_a_bucket() -> None:
     assert buckets[0].slots.tolist() == [*range(160, 180), *range(20)]
     alone = plan(table, torch.tensor([4, 0]), [3, 3], [20, 20])
     assert [b.tokens for b in alone] == [None]
+
+
+def test_long_rows_of_other_prompts_are_told_apart() -> None:
+    """So that what a group shares is common to its bucket."""
+    table = torch.arange(4 * 200, dtype=torch.int32).view(4, 200)
+    table[1, :150] = table[0, :150]
+    for keys, sizes in ((180, [2, 1, 1]), (100, [4])):
+        buckets = plan(table, torch.arange(4), [1] * 4, [keys] * 4)
+        assert [bucket.n_rows for bucket in buckets] == sizes
 
 
 def test_attention_of_another_kind_is_refused() -> None:
