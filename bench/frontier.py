@@ -33,7 +33,6 @@ from bench import peers
 from bench.limit import Limit, Products
 from bench.pairs import ensure_pair
 from smc_sglang.demo import DemoPair
-from smc_sglang.platform.cpu import PACK_BFLOAT16
 
 HERE = Path(__file__).parent
 PROMPTS = (HERE / "prompts.txt").read_text().splitlines()
@@ -145,7 +144,6 @@ def measure(name: str, runs: int, new_tokens: int, dtype: torch.dtype, with_peer
     pair = ensure_pair(name)
     print(f"\n{name}: {new_tokens} tokens per answer, {runs} runs, temperature {TEMPERATURE}")
     limit = Limit(Products(pair.target, dtype), Products(pair.draft, dtype))
-    limit.measure(GRID)
     bench = Bench(pair, new_tokens, dtype)
     off = Setting({"mode": "off"})
     exact = {k: Setting({"mode": "exact", "n_particles": 1, "draft_length": k}) for k in EXACT_K}
@@ -157,6 +155,7 @@ def measure(name: str, runs: int, new_tokens: int, dtype: torch.dtype, with_peer
         for mode in ("off", "smc")
     }
     for run in range(runs + WARM_UPS):
+        limit.measure(GRID)
         for setting in (off, *exact.values(), *smc.values()):
             bench.run(setting, [PROMPTS[run % len(PROMPTS)]], run, keep=run >= WARM_UPS)
     for run in range(2 + WARM_UPS):
@@ -167,7 +166,6 @@ def measure(name: str, runs: int, new_tokens: int, dtype: torch.dtype, with_peer
         "ms_per_cycle_by_context": {context: bench.ms_per_cycle(4, context) for context in GROWTH_CONTEXT},
     }
     bench.engine.shutdown()
-    limit.measure(GRID)
     result = _result(off, exact, smc, batched, limit) | {"growth": growth}
     if with_peers:
         result["peers"] = peers.measure(pair, PROMPTS[:runs], new_tokens, TEMPERATURE, dtype)
@@ -314,7 +312,6 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     results: dict[str, Any] = {"machine": machine(dtype), "pairs": {}}
     with tempfile.TemporaryDirectory() as folder:
-        os.environ[PACK_BFLOAT16] = "1"
         os.environ[cycle.LOG] = str(Path(folder) / "cycles.jsonl")
         for name in chosen.pairs:
             results["pairs"][name] = measure(name, chosen.runs, chosen.tokens, dtype, not chosen.no_peers)

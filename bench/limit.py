@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from smc_sglang.platform.linear import pack, product
+from smc_sglang.platform.linear import PackedMatrix
 
 
 class Products:
@@ -23,16 +23,18 @@ class Products:
         layer = [(hidden, queries + 2 * kv), (queries, hidden), (hidden, 2 * inner), (inner, hidden)]
         shapes = layer * config.num_hidden_layers + [(hidden, config.vocab_size)]
         self._dtype = dtype
-        self._packed = [(n_in, pack(torch.randn(n_out, n_in).mul_(0.02).to(dtype))) for n_in, n_out in shapes]
+        self._packed = [
+            (n_in, PackedMatrix.of(torch.randn(n_out, n_in).mul_(0.02).to(dtype))) for n_in, n_out in shapes
+        ]
 
-    def seconds(self, n_tokens: int, runs: int = 5) -> float:
+    def seconds(self, n_tokens: int, runs: int = 3) -> float:
         """Median time of one pass over `n_tokens` tokens."""
         inputs = {n_in: torch.randn(n_tokens, n_in).to(self._dtype) for n_in, _ in self._packed}
         times = []
         for _ in range(runs + 1):
             start = time.perf_counter()
             for n_in, packed in self._packed:
-                product(inputs[n_in], packed)
+                packed.times(inputs[n_in])
             times.append(time.perf_counter() - start)
         return statistics.median(times[1:])
 
@@ -45,7 +47,7 @@ class Limit:
         self._seconds: dict[tuple[str, int], list[float]] = {}
 
     def measure(self, settings: list[tuple[int, int]]) -> None:
-        """Time what these (N, K) need, once more; every call counts."""
+        """Time what these (N, K) need, once more; the median of all calls counts."""
         wanted = {("target", 1)}
         for n, k in settings:
             wanted |= {("target", n * (k + 1)), ("draft", n)}
@@ -53,7 +55,7 @@ class Limit:
             self._seconds.setdefault((model, n_tokens), []).append(self._models[model].seconds(n_tokens))
 
     def pass_seconds(self, model: str, n_tokens: int) -> float:
-        return statistics.mean(self._seconds[model, n_tokens])
+        return statistics.median(self._seconds[model, n_tokens])
 
     @property
     def products_ms(self) -> dict[str, float]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _SHARED_READS = 768  # KV tokens that reading a common beginning once must save: below, the second call costs more
-_TOLD_APART = 128  # KV tokens from which on rows of other prompts are no longer in one bucket
+_TOLD_APART = 128  # KV tokens from which on rows of other requests are no longer in one bucket
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -122,7 +122,11 @@ class Bucket:
 
 
 def plan(
-    req_to_token: torch.Tensor, rows: torch.Tensor, n_queries: Sequence[int], n_keys: Sequence[int]
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    n_queries: Sequence[int],
+    n_keys: Sequence[int],
+    requests: Sequence[str] | None = None,
 ) -> list[Bucket]:
     """Group a forward's rows by shape.
 
@@ -131,12 +135,13 @@ def plan(
         rows: int64 [n_rows], the forward's rows in it.
         n_queries: [n_rows], each row's query tokens in this forward.
         n_keys: [n_rows], each row's tokens so far, its queries included.
+        requests: [n_rows], the request that each row belongs to; None: they are all of one.
     """
-    members: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    first_slots = req_to_token[rows, 0].tolist()
-    for row, (queries, keys, first) in enumerate(zip(n_queries, n_keys, first_slots, strict=True)):
-        # Long rows are told apart by their prompts, so that what a group shares is common to its bucket.
-        members[queries, keys, first if keys > _TOLD_APART else -1].append(row)
+    members: dict[tuple[int, int, str], list[int]] = defaultdict(list)
+    for row, (queries, keys, request) in enumerate(zip(n_queries, n_keys, requests or [""] * len(rows), strict=True)):
+        # Long rows are told apart by their requests: what a group shares is common to its bucket, and where its
+        # attention is split does not depend on who else is there, so neither does the last bit of its result.
+        members[queries, keys, request if keys > _TOLD_APART else ""].append(row)
     first_tokens = torch.tensor(n_queries).cumsum(0) - torch.tensor(n_queries)
     buckets = []
     for (queries, keys, _), indices in members.items():
@@ -145,7 +150,7 @@ def plan(
         if len(members) > 1:
             tokens = (first_tokens[of_bucket, None] + torch.arange(queries)).flatten()
         slots = req_to_token[rows[of_bucket], :keys]
-        n_shared = _n_shared(slots[:, : keys - queries])
+        n_shared = _n_shared(slots[:, : keys - queries]) if keys > _TOLD_APART else 0
         shared = slots[0, :n_shared] if n_shared else None
         buckets.append(Bucket(len(indices), queries, keys, slots[:, n_shared:].flatten(), tokens, shared))
     return buckets
@@ -190,7 +195,10 @@ class TorchCpuAttention(AttentionBackend):
             self.forward_metadata = []
             return
         self.forward_metadata = plan(
-            self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, *_lengths(forward_batch)
+            self.req_to_token_pool.req_to_token,
+            forward_batch.req_pool_indices,
+            *_lengths(forward_batch),
+            _requests(forward_batch),
         )
 
     def forward_extend(
@@ -254,6 +262,11 @@ class TorchCpuAttention(AttentionBackend):
 
     def support_triton(self) -> bool:
         return False
+
+
+def _requests(forward_batch: ForwardBatch) -> list[str] | None:
+    """The request of every row: a particle is named after it, `request#index`."""
+    return None if forward_batch.rids is None else [rid.rpartition("#")[0] or rid for rid in forward_batch.rids]
 
 
 def _lengths(forward_batch: ForwardBatch) -> tuple[list[int], list[int]]:

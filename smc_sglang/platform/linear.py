@@ -9,6 +9,7 @@ embedding that is also the output layer: looking up its rows needs the plain one
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,44 +22,90 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _TOKENS = 64  # the batch that oneDNN chooses its layout for; the same one serves any
+_steady: dict[tuple[Any, ...], int] = {}  # least tokens by shape and dtype
 
 
 class PackedLinear(UnquantizedLinearMethod):
     """A linear layer whose `weight` is packed."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return product(x, layer.weight, bias)
+        packed: PackedMatrix = layer.packed
+        return packed.times(x, bias)
 
 
 class PackedHead(UnquantizedEmbeddingMethod):
     """An output layer. SGLang multiplies by `weight` itself where it knows the method by name; not here."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return product(x.to(layer.packed.dtype), layer.packed, bias)
+        packed: PackedMatrix = layer.packed
+        return packed.times(x.to(packed.weight.dtype), bias)
 
 
-def product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x W^T + bias.
+@dataclass(frozen=True, eq=False)
+class PackedMatrix:
+    """W, [n_out, n_in], in oneDNN's own layout.
 
-    Args:
-        x: [..., n_in].
-        packed: W, [n_out, n_in] in oneDNN's layout.
-        bias: [n_out].
+    A token's product is the same whatever else is in its batch, so one seed is one answer alone and in company: oneDNN
+    sums a few tokens in another order than many, and a smaller batch is padded to the size where that ends.
     """
+
+    weight: torch.Tensor
+    least_tokens: int
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> PackedMatrix:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TOKENS)
+        return cls(packed, _least_tokens(packed))
+
+    def times(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + bias.
+
+        Args:
+            x: [n_tokens, n_in].
+            bias: [n_out].
+        """
+        n_tokens = len(x)
+        if n_tokens < self.least_tokens:
+            return _times(self._padded(x), self.weight, bias)[:n_tokens]
+        return _times(x, self.weight, bias)
+
+    def times_plus(self, x: torch.Tensor, bias: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+        """x W^T + bias + other, rounded once. `other`: [n_tokens, n_out]; the rest as in :meth:`times`."""
+        n_tokens = len(x)
+        if n_tokens < self.least_tokens:
+            return _times_plus(self._padded(x), self.weight, bias, self._padded(other))[:n_tokens]
+        return _times_plus(x, self.weight, bias, other)
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(x, (0, 0, 0, self.least_tokens - len(x)))
+
+
+def _times(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return result
 
 
-def product_plus(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    """x W^T + bias + other, rounded once. `other`: [..., n_out]; the rest as in :func:`product`."""
+def _times_plus(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, packed, bias, "add")
     return result
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """W [n_out, n_in] in oneDNN's layout."""
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TOKENS)
-    return packed
+def _least_tokens(packed: torch.Tensor) -> int:
+    """Tokens from which on a product no longer depends on their number; float32 or bfloat16 [n_out, n_in].
+
+    One token alone is known to differ, in too few elements for a sample to show it. Larger numbers are tried: which
+    way oneDNN goes is the machine's affair.
+    """
+    shape = (*packed.shape, packed.dtype)
+    if shape not in _steady:
+        x = torch.randn(_TOKENS, packed.shape[1], generator=torch.Generator().manual_seed(0)).to(packed.dtype)
+        whole = _times(x, packed, None)
+        least = 2
+        for n_tokens in (2, 4, 8, 16, 32):
+            if not torch.equal(_times(x[:n_tokens], packed, None), whole[:n_tokens]):
+                least = 2 * n_tokens
+        _steady[shape] = least
+    return _steady[shape]
 
 
 def pack_model(model: torch.nn.Module) -> int:
@@ -69,15 +116,16 @@ def pack_model(model: torch.nn.Module) -> int:
     linears = [layer for layer in model.modules() if isinstance(layer, LinearBase)]
     linears = [layer for layer in linears if _packable(layer, UnquantizedLinearMethod)]
     for layer in linears:
-        layer.weight = Parameter(pack(layer.weight), requires_grad=False)
+        layer.packed = PackedMatrix.of(layer.weight)
+        layer.weight = Parameter(layer.packed.weight, requires_grad=False)
         layer.quant_method = PackedLinear()
     head: Any = getattr(model, "lm_head", None)
     if not _packable(head, UnquantizedEmbeddingMethod):
         return len(linears)
-    head.packed = pack(head.weight)
+    head.packed = PackedMatrix.of(head.weight)
     head.quant_method = PackedHead()
     if isinstance(head, ParallelLMHead):  # else it is the embedding
-        head.weight = Parameter(head.packed, requires_grad=False)
+        head.weight = Parameter(head.packed.weight, requires_grad=False)
     return len(linears) + 1
 
 

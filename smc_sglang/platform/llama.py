@@ -22,7 +22,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch.nn.functional import rms_norm, silu
 
 from smc_sglang.platform.attention import TorchCpuAttention
-from smc_sglang.platform.linear import PackedLinear, product, product_plus
+from smc_sglang.platform.linear import PackedLinear, PackedMatrix
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """One decoder layer's weights; the matrices are packed."""
+    """One decoder layer's weights."""
 
     attention: Any  # SGLang's RadixAttention
     attention_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: PackedMatrix
     qkv_bias: torch.Tensor | None
-    output: torch.Tensor
+    output: PackedMatrix
     output_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: PackedMatrix
+    down: PackedMatrix
 
     @classmethod
     def of(cls, layer: Any) -> _Layer:
@@ -51,13 +51,13 @@ class _Layer:
         return cls(
             attention=attention.attn,
             attention_norm=layer.input_layernorm.weight,
-            qkv=attention.qkv_proj.weight,
+            qkv=attention.qkv_proj.packed,
             qkv_bias=attention.qkv_proj.bias,
-            output=attention.o_proj.weight,
+            output=attention.o_proj.packed,
             output_bias=attention.o_proj.bias,
             mlp_norm=layer.post_attention_layernorm.weight,
-            gate_up=mlp.gate_up_proj.weight,
-            down=mlp.down_proj.weight,
+            gate_up=mlp.gate_up_proj.packed,
+            down=mlp.down_proj.packed,
         )
 
 
@@ -104,16 +104,16 @@ class LlamaDecoder:
         n_turned, half = self._n_heads + self._n_kv_heads, self._head_dim // 2
         slots = forward_batch.out_cache_loc
         for layer in self._layers:
-            qkv = product(rms_norm(hidden, shape, layer.attention_norm, eps), layer.qkv, layer.qkv_bias)
+            qkv = layer.qkv.times(rms_norm(hidden, shape, layer.attention_norm, eps), layer.qkv_bias)
             heads = qkv.unflatten(-1, (-1, self._head_dim))
             turned = heads[:, :n_turned]
             turned = torch.addcmul(turned * cos, turned.roll(half, -1), sin)
             attended = backend.attend(
                 layer.attention, turned[:, : self._n_heads], turned[:, self._n_heads :], heads[:, n_turned:], slots
             )
-            hidden = product_plus(attended, layer.output, layer.output_bias, hidden)
-            gate, up = product(rms_norm(hidden, shape, layer.mlp_norm, eps), layer.gate_up).chunk(2, -1)
-            hidden = product_plus(silu(gate).mul_(up), layer.down, None, hidden)
+            hidden = layer.output.times_plus(attended, layer.output_bias, hidden)
+            gate, up = layer.gate_up.times(rms_norm(hidden, shape, layer.mlp_norm, eps)).chunk(2, -1)
+            hidden = layer.down.times_plus(silu(gate).mul_(up), None, hidden)
         return rms_norm(hidden, shape, self._model.norm.weight, eps)
 
     @cached_property

@@ -185,13 +185,26 @@ def test_rows_of_equal_shape_share_a_bucket() -> None:
     assert [b.tokens for b in alone] == [None]
 
 
-def test_long_rows_of_other_prompts_are_told_apart() -> None:
+def test_long_rows_of_other_requests_are_told_apart() -> None:
     """So that what a group shares is common to its bucket."""
     table = torch.arange(4 * 200, dtype=torch.int32).view(4, 200)
-    table[1, :150] = table[0, :150]
     for keys, sizes in ((180, [2, 1, 1]), (100, [4])):
-        buckets = plan(table, torch.arange(4), [1] * 4, [keys] * 4)
+        buckets = plan(table, torch.arange(4), [1] * 4, [keys] * 4, ["a", "a", "b", "c"])
         assert [bucket.n_rows for bucket in buckets] == sizes
+
+
+@pytest.mark.parametrize("keys", [60, 120, 180, 250])
+def test_a_group_is_read_alone_as_in_company(keys: int) -> None:
+    """Another request with the same prompt does not move the point at which a group's attention is split."""
+    table = torch.arange(16 * WIDTH, dtype=torch.int32).view(16, WIDTH)
+    table[:, : keys - 20] = table[0, : keys - 20]
+    table[:8, : keys - 5] = table[0, : keys - 5]
+    alone, *_ = plan(table, torch.arange(8), [1] * 8, [keys] * 8, ["a"] * 8)
+    company, *_ = plan(table, torch.arange(16), [1] * 16, [keys] * 16, ["a"] * 8 + ["b"] * 8)
+    assert (alone.shared is None) == (company.shared is None)
+    if alone.shared is not None:
+        assert company.shared is not None
+        assert len(alone.shared) == len(company.shared) == keys - 5
 
 
 def test_attention_of_another_kind_is_refused() -> None:

@@ -7,7 +7,7 @@ import torch
 from sglang.srt.layers.linear import ReplicatedLinear
 from torch.nn.functional import linear
 
-from smc_sglang.platform.linear import PackedLinear, pack, pack_model, product, product_plus
+from smc_sglang.platform.linear import PackedLinear, PackedMatrix, pack_model
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -22,17 +22,31 @@ def test_products_are_torchs_own(shape: tuple[int, int], n_tokens: int, dtype: t
     weight = (torch.randn(n_out, n_in, generator=generator) / n_in**0.5).to(dtype)
     bias = torch.randn(n_out, generator=generator).to(dtype)
     other = torch.randn(n_tokens, n_out, generator=generator).to(dtype)
-    packed = pack(weight)
+    packed = PackedMatrix.of(weight)
     exact = linear(x.double(), weight.double())
     close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     for result, expected in (
-        (product(x, packed), exact),
-        (product(x, packed, bias), exact + bias),
-        (product_plus(x, packed, None, other), exact + other),
-        (product_plus(x, packed, bias, other), exact + bias + other),
+        (packed.times(x), exact),
+        (packed.times(x, bias), exact + bias),
+        (packed.times_plus(x, None, other), exact + other),
+        (packed.times_plus(x, bias, other), exact + bias + other),
     ):
         assert result.dtype == dtype
         torch.testing.assert_close(result.double(), expected, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1536, 576), (1920, 3200)])
+def test_a_tokens_product_does_not_depend_on_its_company(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    n_in, n_out = shape
+    x = torch.randn(200, n_in, generator=generator).to(dtype)
+    other = torch.randn(200, n_out, generator=generator).to(dtype)
+    packed = PackedMatrix.of((torch.randn(n_out, n_in, generator=generator) / n_in**0.5).to(dtype))
+    times, times_plus = packed.times(x), packed.times_plus(x, None, other)
+    for first, end in [(i, i + 1) for i in range(20)] + [(0, 2), (3, 7), (1, 10), (0, 36), (50, 122)]:
+        assert torch.equal(packed.times(x[first:end]), times[first:end])
+        assert torch.equal(packed.times_plus(x[first:end], None, other[first:end]), times_plus[first:end])
 
 
 def test_a_layers_weight_is_stored_once() -> None:
