@@ -76,7 +76,7 @@ def test_no_half_characters(http: httpx.Client) -> None:
     )
     body = {"prompt": exotic * 4, "temperature": 0, "smc": {"draft_length": 4}}
     whole = text_of(post(http, COMPLETIONS, body, max_tokens=48))
-    assert len(whole.encode()) > 2 * len(whole), "the model repeats the prompt"
+    assert sum(not char.isascii() for char in whole) >= 8, "the model repeats the prompt"
 
     def check(max_tokens: int) -> None:
         plain = text_of(post(http, COMPLETIONS, body, max_tokens=max_tokens))
