@@ -33,7 +33,6 @@ from bench import peers
 from bench.limit import Limit, Products
 from bench.pairs import ensure_pair
 from smc_sglang.demo import DemoPair
-from smc_sglang.platform.cpu import PACK_BFLOAT16
 
 HERE = Path(__file__).parent
 PROMPTS = (HERE / "prompts.txt").read_text().splitlines()
@@ -313,7 +312,6 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     results: dict[str, Any] = {"machine": machine(dtype), "pairs": {}}
     with tempfile.TemporaryDirectory() as folder:
-        os.environ[PACK_BFLOAT16] = "1"
         os.environ[cycle.LOG] = str(Path(folder) / "cycles.jsonl")
         for name in chosen.pairs:
             results["pairs"][name] = measure(name, chosen.runs, chosen.tokens, dtype, not chosen.no_peers)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.pairs import ensure_pair
-from smc_sglang.platform.cpu import PACK_BFLOAT16
 
 PROMPTS = (Path(__file__).parent / "prompts.txt").read_text().splitlines()
 MODES: dict[str, dict[str, Any]] = {
@@ -58,7 +56,7 @@ def served(pair: str) -> Iterator[tuple[str, str]]:
         *("--model-path", str(models.target), "--draft-model-path", str(models.draft), "--max-draft-length", "8"),
     ]
     url = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {PACK_BFLOAT16: "1"})
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + _START_UP
         while not _healthy(url):

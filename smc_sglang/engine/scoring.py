@@ -7,6 +7,7 @@ committed KV and to one another, which is exactly a batched paged prefill (Flash
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,15 +22,23 @@ class ScoreInput(SpecInput):
         positions: int64 [n_rows * width], absolute position of every block token, row-major.
         width: W, block tokens per row.
         req_to_token: int32 [n_pool_rows, row_width], SGLang's row table.
+        widths: [n_rows], each row's own block; what is behind it up to `width` is padding. None: all are `width`.
     """
 
     tree_topk = 1  # a chain, to the backends that ask
 
-    def __init__(self, positions: torch.Tensor | None, width: int, req_to_token: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        positions: torch.Tensor | None,
+        width: int,
+        req_to_token: torch.Tensor | None,
+        widths: Sequence[int] | None = None,
+    ) -> None:
         # The type without per-backend shortcuts: FlashInfer plans it from the arrays below alone.
         super().__init__(SpecInputType.NGRAM_VERIFY)
         self.positions = positions
         self.draft_token_num = width
+        self.widths = widths
         self.num_tokens_per_req = width
         self.num_tokens_for_logprob_per_req = width
         self.capture_hidden_mode = CaptureHiddenMode.NULL

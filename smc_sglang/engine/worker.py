@@ -165,7 +165,7 @@ class SmcWorker(BaseSpecWorker):
     def _cycle(self, batch: ScheduleBatch) -> CycleResult:
         """One SMC cycle over all rows: the algorithm box of :mod:`smc_sglang.smc.step` on SGLang's forwards."""
         rows = _describe(batch, batch.spec_info.bonus_tokens, self._vocab_size)
-        models = _BlockForwards(self, batch, widths=rows.draft_lengths + 1, width=max(rows.draft_lengths_list) + 1)
+        models = _BlockForwards(self, batch, widths=[length + 1 for length in rows.draft_lengths_list])
         block, laws = step.propose_and_score(rows, models.draft, models.score)
         members = _group_rows(batch.reqs)
         block, verdicts = _decide(batch.reqs, members, block, laws)
@@ -203,17 +203,19 @@ class SmcWorker(BaseSpecWorker):
 class _BlockForwards:
     """The two callables of the algorithm for one batch: draft one token per row, score a whole block."""
 
-    def __init__(self, worker: SmcWorker, batch: ScheduleBatch, widths: torch.Tensor, width: int) -> None:
+    def __init__(self, worker: SmcWorker, batch: ScheduleBatch, widths: list[int]) -> None:
         self._worker = worker
         self._batch = batch
+        self._widths = widths  # [n_rows], each row's own block
         self._committed = batch.seq_lens  # [n_rows], tokens with KV: the pending one excluded
         self._committed_cpu = batch.seq_lens_cpu
-        offsets = torch.arange(width, device=self._committed.device)
+        offsets = torch.arange(max(widths), device=self._committed.device)
         self._positions = self._committed[:, None] + offsets
         table = batch.req_to_token_pool.req_to_token
         slots = table[batch.req_pool_indices[:, None], self._positions].to(torch.int64)
         # A row owns slots for its own block only; the padding behind it is written to SGLang's dummy slot.
-        self._slots = slots.masked_fill(offsets >= widths[:, None], PADDING_SLOT)  # [n_rows, width]
+        own = torch.tensor(widths, device=offsets.device)
+        self._slots = slots.masked_fill(offsets >= own[:, None], PADDING_SLOT)  # [n_rows, width]
         self._views: dict[int, ScheduleBatch] = {}
         self.logits_output: Any = None
         self.can_run_cuda_graph = False
@@ -240,7 +242,8 @@ class _BlockForwards:
         batch.input_ids = tokens.reshape(-1)
         batch.seq_lens, batch.seq_lens_cpu, batch.seq_lens_sum = self._committed, self._committed_cpu, None
         batch.out_cache_loc = self._slots.reshape(-1)
-        batch.spec_info = ScoreInput(self._positions.reshape(-1), width, self._batch.req_to_token_pool.req_to_token)
+        rows = self._batch.req_to_token_pool.req_to_token
+        batch.spec_info = ScoreInput(self._positions.reshape(-1), width, rows, self._widths)
         result = self._worker.target_worker.forward_batch_generation(batch, is_verify=True)
         self.logits_output, self.can_run_cuda_graph = result.logits_output, result.can_run_cuda_graph
         return result.logits_output.next_token_logits.view(n_rows, width, -1)[..., : self._worker._vocab_size]

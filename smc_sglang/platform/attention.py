@@ -1,9 +1,13 @@
-"""Attention in torch on the CPU: prefill, decoding, and the scoring pass over blocks of drafted tokens.
+"""Attention on the CPU: prefill, decoding, and the scoring pass over blocks of drafted tokens.
 
-A forward is planned once and run in every layer. Rows with equally many query and KV tokens make a bucket:
-one gather of keys, one of values and one call of torch's fused attention. The particles of a group have equal
-lengths, so a group is one bucket. What all its rows share at their beginning, above all the prompt, is read once
-for all of them where it is long enough; the two parts are put together by their log-sum-exps.
+A forward is planned once and run in every layer. Short rows with one query token each go through a compiled loop, all
+in one call. Otherwise rows with equally many query and KV tokens make a bucket: one gather of keys, one of values and
+one call of torch's fused attention. The particles of a group have equal lengths, so a group is one bucket. What all its
+rows share at their beginning, above all the prompt, is read once for all of them where it is long enough; the two parts
+are put together by their log-sum-exps.
+
+A row's result does not depend on the other requests in the forward: how it is computed follows from its own shape and
+its own group.
 
 Buckets are not padded to one another's length: with 8 rows of 200 to 1000 tokens the padded call took 1.2 to 4
 times as long as eight exact ones, for the masked part is computed too and a mask per row is read besides (heads
@@ -14,12 +18,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, ReqToTokenPool
+
+from smc_sglang.platform import kernels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
 
 _SHARED_READS = 768  # KV tokens that reading a common beginning once must save: below, the second call costs more
 _TOLD_APART = 128  # KV tokens from which on rows of other requests are no longer in one bucket
+_SHORT = 256  # KV tokens of one row that one thread has read before a fused attention has begun
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -45,17 +53,25 @@ class Bucket:
     shared: torch.Tensor | None = None  # int32 [n_shared], KV slots of the rows' common beginning, where that is long
     _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
-    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, out: torch.Tensor
+    ) -> None:
         """Causal attention of every row's queries, which are its last tokens.
 
         Heads that share a KV head are folded into the query axis, so keys and values are never repeated.
 
         Args:
-            queries: [n_rows * n_queries, n_heads, head_dim].
+            queries: [n_tokens, n_heads, head_dim].
             keys, values: the layer's pools, [n_slots, n_kv_heads, head_dim].
-        Returns:
-            [n_rows * n_queries, n_heads, head_dim]
+            out: [n_tokens, n_heads * head_dim]; the bucket's tokens are overwritten.
         """
+        if self.tokens is None:
+            out.copy_(self._attend(queries, keys, values, scaling))
+        else:
+            out[self.tokens] = self._attend(queries[self.tokens], keys, values, scaling)
+
+    def _attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Queries and result of the bucket's tokens alone."""
         n_heads, n_kv_heads = queries.shape[1], keys.shape[1]
         fold = n_heads // n_kv_heads
         folded = (
@@ -74,9 +90,7 @@ class Bucket:
         if self.shared is not None:
             output = self._with_shared(folded, keys, values, scaling, self.shared, own, own_mass)
         return (
-            output.unflatten(2, (fold, self.n_queries))
-            .permute(0, 3, 1, 2, 4)
-            .reshape(self.n_rows * self.n_queries, n_heads, -1)
+            output.unflatten(2, (fold, self.n_queries)).permute(0, 3, 1, 2, 4).reshape(self.n_rows * self.n_queries, -1)
         )
 
     def _with_shared(
@@ -121,39 +135,89 @@ class Bucket:
         return self._masks[fold, dtype]
 
 
+@dataclass
+class ShortRows:
+    """Rows of one forward with one query token each and few KV tokens."""
+
+    slots: torch.Tensor  # int32 [sum(lengths)], KV slots of row after row
+    lengths: torch.Tensor  # int64 [n_rows], KV tokens of each row
+    tokens: torch.Tensor  # int64 [n_rows], their tokens in the batch
+
+    def __post_init__(self) -> None:
+        self._arrays = tuple(map(kernels.array, (self.slots, self.lengths, self.tokens)))
+
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, out: torch.Tensor
+    ) -> None:
+        """As :meth:`Bucket.attend`."""
+        array = kernels.array
+        kernels.attend(array(queries), array(keys), array(values), *self._arrays, scaling, array(out))
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What one forward computes: every row's query tokens attend to its KV, their own included.
+
+    Args:
+        n_queries: [n_rows], each row's query tokens in this forward.
+        n_keys: [n_rows], each row's tokens so far, its queries included.
+        first_tokens: [n_rows], where each row's queries begin in the batch.
+        n_tokens: tokens in the batch. Those that belong to no row are padding, and their attention is 0.
+    """
+
+    n_queries: Sequence[int]
+    n_keys: Sequence[int]
+    first_tokens: Sequence[int]
+    n_tokens: int
+
+    @classmethod
+    def end_to_end(cls, n_queries: Sequence[int], n_keys: Sequence[int]) -> Shapes:
+        """Row after row without padding."""
+        ends = list(accumulate(n_queries))
+        return cls(n_queries, n_keys, [0, *ends[:-1]], ends[-1])
+
+
 def plan(
     req_to_token: torch.Tensor,
     rows: torch.Tensor,
-    n_queries: Sequence[int],
-    n_keys: Sequence[int],
+    shapes: Shapes,
     requests: Sequence[str] | None = None,
-) -> list[Bucket]:
+    short: int = _SHORT,
+) -> list[Bucket | ShortRows]:
     """Group a forward's rows by shape.
 
     Args:
         req_to_token: int32 [n_pool_rows, row_width], the KV slot of every token of every row.
         rows: int64 [n_rows], the forward's rows in it.
-        n_queries: [n_rows], each row's query tokens in this forward.
-        n_keys: [n_rows], each row's tokens so far, its queries included.
         requests: [n_rows], the request that each row belongs to; None: they are all of one.
+        short: KV tokens up to which a single query is a short row.
     """
     members: dict[tuple[int, int, str], list[int]] = defaultdict(list)
-    for row, (queries, keys, request) in enumerate(zip(n_queries, n_keys, requests or [""] * len(rows), strict=True)):
+    of_short: list[int] = []
+    for row, (queries, keys) in enumerate(zip(shapes.n_queries, shapes.n_keys, strict=True)):
+        if queries == 1 and keys <= short:
+            of_short.append(row)
+            continue
         # Long rows are told apart by their requests: what a group shares is common to its bucket, and where its
         # attention is split does not depend on who else is there, so neither does the last bit of its result.
-        members[queries, keys, request if keys > _TOLD_APART else ""].append(row)
-    first_tokens = torch.tensor(n_queries).cumsum(0) - torch.tensor(n_queries)
-    buckets = []
+        members[queries, keys, requests[row] if requests and keys > _TOLD_APART else ""].append(row)
+    first_tokens = torch.tensor(shapes.first_tokens)
+    planned: list[Bucket | ShortRows] = []
+    if of_short:
+        lengths = torch.tensor([shapes.n_keys[row] for row in of_short])
+        table = req_to_token[rows[of_short], : int(lengths.max())]
+        slots = table[torch.arange(table.shape[1]) < lengths[:, None]]
+        planned.append(ShortRows(slots, lengths, first_tokens[of_short]))
     for (queries, keys, _), indices in members.items():
         of_bucket = torch.tensor(indices)
         tokens = None
-        if len(members) > 1:
+        if len(indices) * queries < shapes.n_tokens:
             tokens = (first_tokens[of_bucket, None] + torch.arange(queries)).flatten()
         slots = req_to_token[rows[of_bucket], :keys]
         n_shared = _n_shared(slots[:, : keys - queries]) if keys > _TOLD_APART else 0
         shared = slots[0, :n_shared] if n_shared else None
-        buckets.append(Bucket(len(indices), queries, keys, slots[:, n_shared:].flatten(), tokens, shared))
-    return buckets
+        planned.append(Bucket(len(indices), queries, keys, slots[:, n_shared:].flatten(), tokens, shared))
+    return planned
 
 
 def _n_shared(slots: torch.Tensor) -> int:
@@ -173,7 +237,12 @@ class TorchCpuAttention(AttentionBackend):
         super().__init__()
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool = token_to_kv_pool
-        self.forward_metadata: list[Bucket] = []
+        self.forward_metadata: list[Bucket | ShortRows] = []
+        self._padded = False
+        self._short = 0
+        if token_to_kv_pool.dtype in kernels.DTYPES and token_to_kv_pool.v_head_dim == token_to_kv_pool.head_dim:
+            kernels.compile_kernels(token_to_kv_pool.dtype)
+            self._short = _SHORT
 
     @classmethod
     def for_model(cls, model_runner: ModelRunner) -> TorchCpuAttention:
@@ -194,11 +263,14 @@ class TorchCpuAttention(AttentionBackend):
         if forward_batch.forward_mode.is_idle():
             self.forward_metadata = []
             return
+        shapes = _shapes(forward_batch)
+        self._padded = sum(shapes.n_queries) < shapes.n_tokens
         self.forward_metadata = plan(
             self.req_to_token_pool.req_to_token,
             forward_batch.req_pool_indices,
-            *_lengths(forward_batch),
+            shapes,
             _requests(forward_batch),
+            self._short,
         )
 
     def forward_extend(
@@ -226,39 +298,25 @@ class TorchCpuAttention(AttentionBackend):
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
-        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        keys, values = pool.get_kv_buffer(layer.layer_id)
-        return self._attend(q, keys, values, layer.scaling)
+        queries = q.contiguous().view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = q.new_empty(len(queries), layer.tp_q_head_num * layer.v_head_dim)
+        self.attend(layer, queries, out)
+        return out
 
     forward_decode = forward_extend
 
-    def attend(
-        self,
-        layer: RadixAttention,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> torch.Tensor:
-        """Store the tokens' KV and attend, without SGLang's detours.
+    def attend(self, layer: RadixAttention, queries: torch.Tensor, out: torch.Tensor) -> None:
+        """Attention of one layer, whose KV is stored already, without SGLang's detours.
 
         Args:
-            queries, keys, values: [n_tokens, n_heads or n_kv_heads, head_dim].
-            slots: int64 [n_tokens].
-        Returns:
-            [n_tokens, n_heads * head_dim]
+            queries: [n_tokens, n_heads, head_dim], contiguous.
+            out: [n_tokens, n_heads * head_dim], contiguous, overwritten.
         """
-        all_keys, all_values = self.token_to_kv_pool.write(layer.layer_id, slots, keys, values)
-        return self._attend(queries, all_keys, all_values, layer.scaling)
-
-    def _attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
-        """[n_tokens, n_heads * head_dim], from a layer's whole pools."""
-        if len(self.forward_metadata) == 1:
-            return self.forward_metadata[0].attend(queries, keys, values, scaling).flatten(1)
-        output = queries.new_empty(queries.shape[0], queries.shape[1], values.shape[-1])
-        for bucket in self.forward_metadata:
-            output[bucket.tokens] = bucket.attend(queries[bucket.tokens], keys, values, scaling)
-        return output.flatten(1)
+        if self._padded:
+            out.zero_()
+        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        for rows in self.forward_metadata:
+            rows.attend(queries, keys, values, layer.scaling, out)
 
     def support_triton(self) -> bool:
         return False
@@ -269,18 +327,20 @@ def _requests(forward_batch: ForwardBatch) -> list[str] | None:
     return None if forward_batch.rids is None else [rid.rpartition("#")[0] or rid for rid in forward_batch.rids]
 
 
-def _lengths(forward_batch: ForwardBatch) -> tuple[list[int], list[int]]:
-    """Query tokens and KV tokens of every row, the row's own queries included in the latter."""
+def _shapes(forward_batch: ForwardBatch) -> Shapes:
     lengths = forward_batch.seq_lens.tolist()
     if forward_batch.forward_mode.is_decode():
-        return [1] * len(lengths), lengths
+        return Shapes.end_to_end([1] * len(lengths), lengths)
     if forward_batch.forward_mode.is_target_verify():
         # `seq_lens` ends before the block here, and no `extend_*` field is set.
         width = forward_batch.spec_info.draft_token_num
-        return [width] * len(lengths), [length + width for length in lengths]
+        # All rows take part with the widest one's block: what is behind their own is padding.
+        widths = getattr(forward_batch.spec_info, "widths", None) or [width] * len(lengths)
+        n_keys = [length + own for length, own in zip(lengths, widths, strict=True)]
+        return Shapes(widths, n_keys, range(0, len(lengths) * width, width), len(lengths) * width)
     if forward_batch.extend_seq_lens is None:
         raise NotImplementedError(f"the torch CPU platform has no {forward_batch.forward_mode.name} forward")
-    return forward_batch.extend_seq_lens.tolist(), lengths
+    return Shapes.end_to_end(forward_batch.extend_seq_lens.tolist(), lengths)
 
 
 def unsupported(model: torch.nn.Module, pool: Any, dtype: torch.dtype) -> Iterator[str]:

@@ -17,7 +17,6 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 ATTENTION_BACKEND = "smc_torch"
-PACK_BFLOAT16 = "SMC_SGLANG_PACK_BF16"  # 1: faster, and an answer's last bits may depend on what else is in the batch
 SPECULATIVE_ALGORITHMS = ("SMC",)
 
 # Fractions and sizes that leave a laptop usable: SGLang's defaults are made for a device of its own.
@@ -106,13 +105,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             return TorchCpuAttention.for_model(model_runner)
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        """Pack a loaded model's weights for oneDNN, and run it without SGLang's layers where it is a plain Llama.
-
-        In bfloat16 only on demand: there the same prompt at temperature 0 has been seen to end differently alone and
-        in company, although the packed products themselves do not depend on it.
-        """
-        if next(model.parameters()).dtype == torch.bfloat16 and os.environ.get(PACK_BFLOAT16) != "1":
-            return
+        """Pack a loaded model's weights for oneDNN, and run it without SGLang's layers where it is a plain Llama."""
         from smc_sglang.platform.linear import pack_model
         from smc_sglang.platform.llama import LlamaDecoder
 

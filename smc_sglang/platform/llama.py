@@ -1,4 +1,4 @@
-"""Llama's decoder on the CPU, layer after layer in as few torch operators as there are.
+"""Llama's decoder on the CPU: per layer four matrix products, and four compiled loops for what is between them.
 
 SGLang's layers ask at every step which kernel, quantisation and parallel layout is in use. At a few tokens of a small
 model that costs twice what the matrix products cost (docs/performance.md). A model that needs none of it runs here:
@@ -14,14 +14,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy.typing import NDArray
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.models.llama import LlamaDecoderLayer, LlamaModel
 from sglang.srt.runtime_context import get_parallel
-from torch.nn.functional import rms_norm, silu
 
+from smc_sglang.platform import kernels
 from smc_sglang.platform.attention import TorchCpuAttention
+from smc_sglang.platform.kernels import array
 from smc_sglang.platform.linear import PackedLinear, PackedMatrix
 
 if TYPE_CHECKING:
@@ -36,26 +38,31 @@ class _Layer:
     """One decoder layer's weights."""
 
     attention: Any  # SGLang's RadixAttention
-    attention_norm: torch.Tensor
+    attention_norm: NDArray[Any]
     qkv: PackedMatrix
     qkv_bias: torch.Tensor | None
     output: PackedMatrix
     output_bias: torch.Tensor | None
-    mlp_norm: torch.Tensor
+    mlp_norm: NDArray[Any]
     gate_up: PackedMatrix
     down: PackedMatrix
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens from which on no product pads its input."""
+        return max(matrix.least_tokens for matrix in (self.qkv, self.output, self.gate_up, self.down))
 
     @classmethod
     def of(cls, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         return cls(
             attention=attention.attn,
-            attention_norm=layer.input_layernorm.weight,
+            attention_norm=array(layer.input_layernorm.weight.detach()),
             qkv=attention.qkv_proj.packed,
             qkv_bias=attention.qkv_proj.bias,
             output=attention.o_proj.packed,
             output_bias=attention.o_proj.bias,
-            mlp_norm=layer.post_attention_layernorm.weight,
+            mlp_norm=array(layer.post_attention_layernorm.weight.detach()),
             gate_up=mlp.gate_up_proj.packed,
             down=mlp.down_proj.packed,
         )
@@ -69,6 +76,9 @@ class LlamaDecoder:
         attention = first.self_attn
         self._model, self._original = model, original
         self._layers = [_Layer.of(layer) for layer in model.layers]
+        self._norm = array(model.norm.weight.detach())
+        self._least_tokens = max(layer.least_tokens for layer in self._layers)
+        self._inner = model.config.intermediate_size
         self._n_heads, self._n_kv_heads = attention.num_heads, attention.num_kv_heads
         self._head_dim = attention.head_dim
         self._rotary = attention.rotary_emb
@@ -99,31 +109,35 @@ class LlamaDecoder:
         if not isinstance(backend, TorchCpuAttention) or self._model.layers_to_capture:
             return self._original(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
         hidden = self._model.embed_tokens(input_ids) if input_embeds is None else input_embeds
-        cos, sin = (table[positions] for table in self._turns)
-        shape, eps = hidden.shape[-1:], self._eps
-        n_turned, half = self._n_heads + self._n_kv_heads, self._head_dim // 2
-        slots = forward_batch.out_cache_loc
+        n_tokens, eps, cos_sin = len(hidden), self._eps, self._cos_sin
+        # Matrix products want some tokens more; nobody looks at what becomes of them.
+        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, max(0, self._least_tokens - n_tokens)))
+        normed, gated = hidden.new_empty(hidden.shape), hidden.new_empty(len(hidden), self._inner)
+        queries = hidden.new_empty(n_tokens, self._n_heads, self._head_dim)
+        attended = hidden.new_zeros(len(hidden), self._n_heads * self._head_dim)
+        of_tokens = attended[:n_tokens]
+        into_normed, into_gated, into_queries = array(normed), array(gated), array(queries)
+        places = array(positions), array(forward_batch.out_cache_loc)
         for layer in self._layers:
-            qkv = layer.qkv.times(rms_norm(hidden, shape, layer.attention_norm, eps), layer.qkv_bias)
-            heads = qkv.unflatten(-1, (-1, self._head_dim))
-            turned = heads[:, :n_turned]
-            turned = torch.addcmul(turned * cos, turned.roll(half, -1), sin)
-            attended = backend.attend(
-                layer.attention, turned[:, : self._n_heads], turned[:, self._n_heads :], heads[:, n_turned:], slots
-            )
+            kernels.norm(array(hidden), layer.attention_norm, eps, into_normed)
+            qkv = layer.qkv.times(normed, layer.qkv_bias)
+            keys, values = backend.token_to_kv_pool.get_kv_buffer(layer.attention.layer_id)
+            kernels.turn(array(qkv), cos_sin, *places, into_queries, array(keys), array(values))
+            backend.attend(layer.attention, queries, of_tokens)
             hidden = layer.output.times_plus(attended, layer.output_bias, hidden)
-            gate, up = layer.gate_up.times(rms_norm(hidden, shape, layer.mlp_norm, eps)).chunk(2, -1)
-            hidden = layer.down.times_plus(silu(gate).mul_(up), None, hidden)
-        return rms_norm(hidden, shape, self._model.norm.weight, eps)
+            kernels.norm(array(hidden), layer.mlp_norm, eps, into_normed)
+            kernels.gate(array(layer.gate_up.times(normed)), into_gated)
+            hidden = layer.down.times_plus(gated, None, hidden)
+        kernels.norm(array(hidden), self._norm, eps, into_normed)
+        return normed[:n_tokens]
 
     @cached_property
-    def _turns(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotary factors by position, [n_positions, 1, head_dim] each: x cos + (x rolled by half a head) sin.
+    def _cos_sin(self) -> NDArray[Any]:
+        """Cosines and sines by position, float32 [n_positions, head_dim].
 
         Made at the first pass: SGLang extends its table after a model is loaded.
         """
-        cos, sin = self._rotary.cos_sin_cache.to(self._model.norm.weight.dtype).unsqueeze(1).chunk(2, -1)
-        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        return array(self._rotary.cos_sin_cache.float().contiguous())
 
 
 def _special(model: Any) -> Iterator[str]:

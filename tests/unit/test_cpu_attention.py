@@ -13,12 +13,12 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from smc_sglang.engine.scoring import ScoreInput
-from smc_sglang.platform.attention import TorchCpuAttention, plan, unsupported
+from smc_sglang.platform.attention import Bucket, Shapes, TorchCpuAttention, plan, unsupported
 from smc_sglang.platform.cpu import cpu_quota
 from smc_sglang.platform.hooks import assign_slots
 from smc_sglang.platform.kv_pool import TorchKVPool
 
-HEADS, KV_HEADS, HEAD_DIM, SLOTS, ROWS, WIDTH = 6, 2, 16, 2000, 12, 256
+HEADS, KV_HEADS, HEAD_DIM, SLOTS, ROWS, WIDTH = 6, 2, 16, 4000, 12, 400
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -35,6 +35,7 @@ class Case:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    widths: list[int] | None = None  # of the blocks, where some are shorter than the number of queries
 
     @classmethod
     def make(
@@ -72,13 +73,21 @@ class Case:
         q, k, v = tensor(HEADS), tensor(KV_HEADS), tensor(KV_HEADS)
         return cls(TorchCpuAttention(table, pool), layer, rows, prefixes, n_queries, slots, q, k, v)
 
+    def only(self, row: int, width: int) -> Case:
+        """One row by itself, with the first `width` of its query tokens."""
+        first = sum(self.n_queries[:row])
+        own, kept = slice(row, row + 1), slice(first, first + width)
+        slots = [self.slots[row][: self.prefixes[row] + width]]
+        q, k, v = self.q[kept], self.k[kept], self.v[kept]
+        return Case(self.backend, self.layer, self.rows[own], self.prefixes[own], [width], slots, q, k, v)
+
     def run(self, mode: ForwardMode) -> torch.Tensor:
         """One layer of one forward as SGLang calls it; [n_tokens, heads, head_dim]."""
         lengths = torch.tensor([len(own) for own in self.slots])
         fields: dict[str, Any] = {}
         if mode.is_target_verify():
             lengths = torch.tensor(self.prefixes)
-            fields["spec_info"] = ScoreInput(None, self.n_queries[0], None)
+            fields["spec_info"] = ScoreInput(None, self.n_queries[0], None, self.widths)
         elif not mode.is_decode():
             fields["extend_seq_lens"] = torch.tensor(self.n_queries, dtype=torch.int32)
             fields["extend_prefix_lens"] = torch.tensor(self.prefixes, dtype=torch.int32)
@@ -96,8 +105,6 @@ class Case:
         self.backend.init_forward_metadata(batch)
         output = self.backend.forward(self.q.flatten(1), self.k, self.v, self.layer, batch)
         assert output.shape == (len(self.q), HEADS * HEAD_DIM)
-        direct = self.backend.attend(self.layer, self.q, self.k, self.v, batch.out_cache_loc)
-        assert torch.equal(direct, output)
         return output.unflatten(1, (HEADS, HEAD_DIM))
 
     def reference(self) -> torch.Tensor:
@@ -143,20 +150,20 @@ def test_decode(prefixes: list[int], dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("width", [1, 9])
-@pytest.mark.parametrize("n_shared", [120, 170, 180])
+@pytest.mark.parametrize("n_shared", [120, 290, 300])
 def test_a_long_common_beginning_is_read_once(n_shared: int, width: int, dtype: torch.dtype) -> None:
     """Eight particles of one prompt; up to all that is cached can be common."""
-    case = Case.make([180] * 8, [width] * 8, dtype, n_shared)
+    case = Case.make([300] * 8, [width] * 8, dtype, n_shared)
     case.check(ForwardMode.TARGET_VERIFY if width > 1 else ForwardMode.DECODE)
     (bucket,) = case.backend.forward_metadata
     assert bucket.shared is not None
     assert bucket.shared.tolist() == case.slots[0][:n_shared].tolist()
-    assert len(bucket.slots) == 8 * (180 + width - n_shared)
+    assert len(bucket.slots) == 8 * (300 + width - n_shared)
 
 
 def test_a_short_common_beginning_is_not() -> None:
-    for rows, n_shared in ((8, 40), (2, 180)):
-        case = Case.make([180] * rows, [1] * rows, n_shared=n_shared)
+    for rows, n_shared in ((8, 40), (2, 300)):
+        case = Case.make([300] * rows, [1] * rows, n_shared=n_shared)
         case.check(ForwardMode.DECODE)
         assert [bucket.shared for bucket in case.backend.forward_metadata] == [None]
 
@@ -177,11 +184,12 @@ def test_prefill_and_decode_rows_in_one_pass() -> None:
 
 def test_rows_of_equal_shape_share_a_bucket() -> None:
     table = torch.arange(5 * 40, dtype=torch.int32).view(5, 40)
-    buckets = plan(table, torch.tensor([4, 0, 2, 1]), [3, 3, 1, 3], [20, 20, 20, 30])
-    assert [(b.n_rows, b.n_queries, b.n_keys) for b in buckets] == [(2, 3, 20), (1, 1, 20), (1, 3, 30)]
-    assert [b.tokens.tolist() for b in buckets] == [[0, 1, 2, 3, 4, 5], [6], [7, 8, 9]]
+    buckets = plan(table, torch.tensor([4, 0, 2, 1]), Shapes.end_to_end([3, 3, 2, 3], [20, 20, 20, 30]))
+    assert all(isinstance(bucket, Bucket) for bucket in buckets)
+    assert [(b.n_rows, b.n_queries, b.n_keys) for b in buckets] == [(2, 3, 20), (1, 2, 20), (1, 3, 30)]
+    assert [b.tokens.tolist() for b in buckets] == [[0, 1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
     assert buckets[0].slots.tolist() == [*range(160, 180), *range(20)]
-    alone = plan(table, torch.tensor([4, 0]), [3, 3], [20, 20])
+    alone = plan(table, torch.tensor([4, 0]), Shapes.end_to_end([3, 3], [20, 20]))
     assert [b.tokens for b in alone] == [None]
 
 
@@ -189,7 +197,7 @@ def test_long_rows_of_other_requests_are_told_apart() -> None:
     """So that what a group shares is common to its bucket."""
     table = torch.arange(4 * 200, dtype=torch.int32).view(4, 200)
     for keys, sizes in ((180, [2, 1, 1]), (100, [4])):
-        buckets = plan(table, torch.arange(4), [1] * 4, [keys] * 4, ["a", "a", "b", "c"])
+        buckets = plan(table, torch.arange(4), Shapes.end_to_end([2] * 4, [keys] * 4), ["a", "a", "b", "c"])
         assert [bucket.n_rows for bucket in buckets] == sizes
 
 
@@ -199,12 +207,36 @@ def test_a_group_is_read_alone_as_in_company(keys: int) -> None:
     table = torch.arange(16 * WIDTH, dtype=torch.int32).view(16, WIDTH)
     table[:, : keys - 20] = table[0, : keys - 20]
     table[:8, : keys - 5] = table[0, : keys - 5]
-    alone, *_ = plan(table, torch.arange(8), [1] * 8, [keys] * 8, ["a"] * 8)
-    company, *_ = plan(table, torch.arange(16), [1] * 16, [keys] * 16, ["a"] * 8 + ["b"] * 8)
+    alone, *_ = plan(table, torch.arange(8), Shapes.end_to_end([2] * 8, [keys] * 8), ["a"] * 8)
+    both = Shapes.end_to_end([2] * 16, [keys] * 16)
+    company, *_ = plan(table, torch.arange(16), both, ["a"] * 8 + ["b"] * 8)
     assert (alone.shared is None) == (company.shared is None)
     if alone.shared is not None:
         assert company.shared is not None
         assert len(alone.shared) == len(company.shared) == keys - 5
+
+
+@pytest.mark.parametrize("width", [1, 9])
+def test_a_row_alone_as_in_company(width: int) -> None:
+    """To the bit, in bfloat16: single queries of short and long rows, and blocks beside wider ones.
+
+    Torch's fused attention in float32 is not like that: which thread computes a head shows in the last bit.
+    """
+    case = Case.make([7, 40, 300, 40], [width] * 4, torch.bfloat16)
+    mode = ForwardMode.TARGET_VERIFY if width > 1 else ForwardMode.DECODE
+    for widths in ([width] * 4, [3, 5, 2, 4]) if width > 1 else ([1] * 4,):
+        case.widths = widths
+        company = case.run(mode).unflatten(0, (4, width))
+        for row, own in enumerate(widths):
+            assert torch.equal(case.only(row, own).run(mode), company[row, :own])
+            assert not company[row, own:].any()
+
+
+def test_a_short_row_alone_as_in_company_in_float32() -> None:
+    case = Case.make([7, 40, 200], [1] * 3)
+    company = case.run(ForwardMode.DECODE)
+    for row in range(3):
+        assert torch.equal(case.only(row, 1).run(ForwardMode.DECODE), company[row : row + 1])
 
 
 def test_attention_of_another_kind_is_refused() -> None:

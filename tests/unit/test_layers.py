@@ -14,7 +14,7 @@ LAYERS = {
     "smc_sglang/smc": {"torch", "smc_sglang.smc"},
     "smc_sglang/config.py": {"pydantic"},
     "smc_sglang/hook.py": {"sglang"},
-    "smc_sglang/platform": {"torch", "sglang", "psutil", "smc_sglang.hook", "smc_sglang.platform"},
+    "smc_sglang/platform": {"torch", "numpy", "numba", "sglang", "smc_sglang.hook", "smc_sglang.platform"},
     "radix_patch": {"torch", "numpy", "sglang", "radix_patch"},
     "smc_sglang/engine": {
         "torch",
