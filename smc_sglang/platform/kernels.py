@@ -87,13 +87,10 @@ def turn(
     for i in range(n_tokens):
         heads = qkv[i].reshape(n_heads + 2 * n_kv_heads, head_dim)
         cos, sin = cos_sin[positions[i], :half], cos_sin[positions[i], half:]
-        for head in range(n_heads + n_kv_heads):
-            source = heads[head]
-            target = queries[i, head] if head < n_heads else keys[slots[i], head - n_heads]
-            for d in range(half):
-                first, second = _widen(source[d]), _widen(source[half + d])
-                _store(target, d, first * cos[d] - second * sin[d])
-                _store(target, half + d, second * cos[d] + first * sin[d])
+        for head in range(n_heads):
+            _turn_head(heads[head], cos, sin, queries[i, head])
+        for head in range(n_kv_heads):
+            _turn_head(heads[n_heads + head], cos, sin, keys[slots[i], head])
         values[slots[i]] = heads[n_heads + n_kv_heads :]
 
 
@@ -196,6 +193,15 @@ def _choose_store(out: Any, index: Any, x: Any) -> Any:
         out[index] = np.uint16(np.uint32(bits + odd + np.uint32(0x7FFF)) >> np.uint32(16))
 
     return same if out.dtype == types.float32 else as_bits
+
+
+@njit(**_FLAGS)
+def _turn_head(head: Any, cos: Any, sin: Any, out: Any) -> None:
+    half = len(cos)
+    for d in range(half):
+        first, second = _widen(head[d]), _widen(head[half + d])
+        _store(out, d, first * cos[d] - second * sin[d])
+        _store(out, half + d, second * cos[d] + first * sin[d])
 
 
 @njit(inline="always", **_FLAGS)
