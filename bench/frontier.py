@@ -33,10 +33,12 @@ from bench import peers
 from bench.limit import Limit, Products
 from bench.pairs import ensure_pair
 from smc_sglang.demo import DemoPair
+from smc_sglang.platform.linear import Int8Matrix, PackedMatrix
 
 HERE = Path(__file__).parent
 PROMPTS = (HERE / "prompts.txt").read_text().splitlines()
 RESULTS = HERE / "results"
+INT8 = "+int8"  # after a pair's name: with the draft's weights in eight bits
 TEMPERATURE, WARM_UPS = 0.8, 1
 EXACT_K = (2, 4, 8)
 GRID = [(n, k) for k in (4, 8) for n in (1, 2, 4, 8)]  # (N, K)
@@ -78,7 +80,7 @@ class Setting:
 class Bench:
     """One pair in one engine."""
 
-    def __init__(self, pair: DemoPair, new_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(self, pair: DemoPair, new_tokens: int, dtype: torch.dtype, draft_int8: bool) -> None:
         self._log = Path(os.environ[cycle.LOG])
         self._new_tokens = new_tokens
         self.engine = smc_sglang.Engine(
@@ -87,6 +89,7 @@ class Bench:
             dtype=str(dtype).removeprefix("torch."),
             max_total_tokens=32_768,
             draft_length=8,
+            draft_int8=draft_int8,
             max_particles=16,
             log_level="error",
         )
@@ -141,10 +144,12 @@ class Bench:
 
 def measure(name: str, runs: int, new_tokens: int, dtype: torch.dtype, with_peers: bool) -> dict[str, Any]:
     """Everything about one pair, as it goes into the JSON file."""
-    pair = ensure_pair(name)
+    plain = name.removesuffix(INT8)
+    pair, draft_int8 = ensure_pair(plain), name != plain
     print(f"\n{name}: {new_tokens} tokens per answer, {runs} runs, temperature {TEMPERATURE}")
-    limit = Limit(Products(pair.target, dtype), Products(pair.draft, dtype))
-    bench = Bench(pair, new_tokens, dtype)
+    draft = Products(pair.draft, dtype, Int8Matrix if draft_int8 else PackedMatrix)
+    limit = Limit(Products(pair.target, dtype), draft)
+    bench = Bench(pair, new_tokens, dtype, draft_int8)
     off = Setting({"mode": "off"})
     exact = {k: Setting({"mode": "exact", "n_particles": 1, "draft_length": k}) for k in EXACT_K}
     smc = {(n, k): Setting({"n_particles": n, "draft_length": k}) for n, k in GRID}
@@ -167,7 +172,7 @@ def measure(name: str, runs: int, new_tokens: int, dtype: torch.dtype, with_peer
     }
     bench.engine.shutdown()
     result = _result(off, exact, smc, batched, limit) | {"growth": growth}
-    if with_peers:
+    if with_peers and not draft_int8:  # they would be the same
         result["peers"] = peers.measure(pair, PROMPTS[:runs], new_tokens, TEMPERATURE, dtype)
     _print(name, result)
     return result
@@ -303,7 +308,7 @@ def machine(dtype: torch.dtype) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", nargs="+", default=["demo", "wide-0.66", "wide-0.83"])
+    parser.add_argument("--pairs", nargs="+", default=["demo", "wide-0.66", "wide-0.66" + INT8, "wide-0.83"])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--no-peers", action="store_true")

@@ -9,13 +9,15 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from smc_sglang.platform.linear import PackedMatrix
+from smc_sglang.platform.linear import Int8Matrix, PackedMatrix
 
 
 class Products:
     """A model's matrix products, packed as the CPU platform packs them, on random weights."""
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype) -> None:
+    def __init__(
+        self, checkpoint: Path, dtype: torch.dtype, matrix: type[PackedMatrix | Int8Matrix] = PackedMatrix
+    ) -> None:
         config = AutoConfig.from_pretrained(checkpoint)
         hidden, inner = config.hidden_size, config.intermediate_size
         head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
@@ -23,9 +25,7 @@ class Products:
         layer = [(hidden, queries + 2 * kv), (queries, hidden), (hidden, 2 * inner), (inner, hidden)]
         shapes = layer * config.num_hidden_layers + [(hidden, config.vocab_size)]
         self._dtype = dtype
-        self._packed = [
-            (n_in, PackedMatrix.of(torch.randn(n_out, n_in).mul_(0.02).to(dtype))) for n_in, n_out in shapes
-        ]
+        self._packed = [(n_in, matrix.of(torch.randn(n_out, n_in).mul_(0.02).to(dtype))) for n_in, n_out in shapes]
 
     def seconds(self, n_tokens: int, runs: int = 3) -> float:
         """Median time of one pass over `n_tokens` tokens."""

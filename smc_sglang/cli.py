@@ -67,6 +67,7 @@ def serve(
     max_draft_length: Annotated[
         int | None, typer.Option(help="Most drafted tokens that a request may ask for. Default: --draft-length.")
     ] = None,
+    draft_int8: Annotated[bool, typer.Option("--draft-int8", help="Draft with weights of 8 bits, on a CPU.")] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
 ) -> None:
@@ -86,6 +87,7 @@ def serve(
         resample_threshold=resample_threshold,
         max_particles=max_particles,
         max_draft_length=max_draft_length,
+        draft_int8=draft_int8,
     )
     config.export()  # before any process of SGLang's is started
     _serve(config, model_path, draft_model_path, ["--host", host, "--port", str(port), *extra])

@@ -61,6 +61,8 @@ class SmcConfig(BaseModel):
         None, ge=1, le=MAX_DRAFT_LENGTH, description="Largest draft_length; default: draft_length."
     )
 
+    draft_int8: bool = Field(False, description="Round the draft's weights to 8 bits (torch CPU platform only).")
+
     @model_validator(mode="after")
     def _defaults_within_limits(self) -> SmcConfig:
         if self.n_particles > self.max_particles:

@@ -11,6 +11,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from smc_sglang.config import SmcConfig
 from smc_sglang.engine import hooks
+from smc_sglang.platform import plugin as torch_cpu_platform
 
 DEFAULT_RUNNING_REQUESTS = 64  # rows, each one particle
 
@@ -70,6 +71,8 @@ class SmcAlgorithm(CustomSpecAlgo):
         for problem in _problems(server_args):
             raise ValueError(problem)
         config = _resolve_config(server_args)
+        if config.draft_int8 and torch_cpu_platform.activate() is None:
+            raise ValueError("--draft-int8 is for the torch CPU platform only: leave it out")
         server_args.speculative_num_steps = config.longest_draft
         server_args.speculative_eagle_topk = 1
         server_args.speculative_num_draft_tokens = config.longest_draft + 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.draft_parallel import resolve_draft_parallel_layout
 from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 
+from smc_sglang.config import SmcConfig
 from smc_sglang.engine import logprobs
 from smc_sglang.engine.decision import GroupRows, Verdict, accept_exactly, decide, identical_chains
 from smc_sglang.engine.finish import needs_host, stop_ids, valid_lengths
@@ -30,6 +31,7 @@ from smc_sglang.engine.grammar import GrammarMasks
 from smc_sglang.engine.group import Particle, ParticleGroup, Solo, block_width, role
 from smc_sglang.engine.sampling import density_of
 from smc_sglang.engine.scoring import PendingInput, ScoreInput
+from smc_sglang.platform.linear import has_int8_weights, int8_weights
 from smc_sglang.smc import step
 
 if TYPE_CHECKING:
@@ -80,7 +82,8 @@ class SmcWorker(BaseSpecWorker):
         self.parallel_layout = resolve_draft_parallel_layout(
             DraftParallelSpec(tp_execution=DraftTPExecution.TARGET_LAYOUT)
         )
-        with self._draft_context(), draft_model_build_scope():
+        in_int8 = SmcConfig.current().draft_int8
+        with self._draft_context(), draft_model_build_scope(), int8_weights() if in_int8 else nullcontext():
             self._draft_worker = DraftWorker(
                 server_args=server_args,
                 gpu_id=gpu_id,
@@ -90,6 +93,10 @@ class SmcWorker(BaseSpecWorker):
                 context_length=target_worker.model_runner.model_config.context_len,
             )
         self.draft_runner = self._draft_worker.model_runner
+        if in_int8 and not has_int8_weights(self.draft_runner.model):
+            raise ValueError(
+                "--draft-int8: the draft has no plain linear layers in bfloat16 or float32 that could be rounded"
+            )
         # What only one of the models has is padding.
         runners = (target_worker.model_runner, self.draft_runner)
         self._vocab_size = min(runner.model_config.vocab_size for runner in runners)

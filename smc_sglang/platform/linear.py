@@ -4,11 +4,17 @@ Torch's plain product reads the weights as they are, row by row, and rearranges 
 a bfloat16 product costs about two thirds of it at a handful of tokens, a float32 one a fifth to a half
 (docs/performance.md), and a block of tokens costs little more than one. Each weight is stored once, packed, except an
 embedding that is also the output layer: looking up its rows needs the plain one.
+
+A model that loads within :func:`int8_weights` has its matrices rounded to eight bits: half the memory to read at a
+handful of tokens. That is for drafts only, whose law is whatever they are sampled from.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _TOKENS = 64  # the batch that oneDNN chooses its layout for; the same one serves any
+_as_int8: ContextVar[bool] = ContextVar("as_int8", default=False)
 _steady: dict[tuple[Any, ...], int] = {}  # least tokens by shape and dtype
 
 
@@ -29,7 +36,7 @@ class PackedLinear(UnquantizedLinearMethod):
     """A linear layer whose `weight` is packed."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        packed: PackedMatrix = layer.packed
+        packed: PackedMatrix | Int8Matrix = layer.packed
         return packed.times(x, bias)
 
 
@@ -37,8 +44,8 @@ class PackedHead(UnquantizedEmbeddingMethod):
     """An output layer. SGLang multiplies by `weight` itself where it knows the method by name; not here."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        packed: PackedMatrix = layer.packed
-        return packed.times(x.to(packed.weight.dtype), bias)
+        packed: PackedMatrix | Int8Matrix = layer.packed
+        return packed.times(x.to(packed.dtype), bias)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +63,10 @@ class PackedMatrix:
     def of(cls, weight: torch.Tensor) -> PackedMatrix:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TOKENS)
         return cls(packed, _least_tokens(packed))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
 
     def times(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + bias.
@@ -78,6 +89,44 @@ class PackedMatrix:
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.pad(x, (0, 0, 0, self.least_tokens - len(x)))
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Matrix:
+    """W, [n_out, n_in], rounded: row i is scales[i] times whole numbers from -127 to 127. Else as `PackedMatrix`."""
+
+    weight: torch.Tensor  # int8 [n_out, n_in]
+    scales: torch.Tensor  # [n_out], of the dtype that it is multiplied with
+    least_tokens: int = 1
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Int8Matrix:
+        weight = weight.detach()
+        # The scale is rounded first, so that the whole numbers fit the one that is used.
+        scales = (weight.abs().amax(1).float() / 127).clamp(min=torch.finfo(torch.float32).tiny).to(weight.dtype)
+        steps = (weight.float() / scales.float().unsqueeze(1)).round_().clamp_(-127, 127)
+        return cls(steps.to(torch.int8), scales)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.scales.dtype
+
+    def times(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        product = torch._weight_int8pack_mm(x, self.weight, self.scales)
+        return product if bias is None else product.add_(bias)
+
+    def times_plus(self, x: torch.Tensor, bias: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+        return self.times(x, bias).add_(other)
+
+
+@contextmanager
+def int8_weights() -> Iterator[None]:
+    """Models that load inside have the matrices of their linear layers in eight bits."""
+    token = _as_int8.set(True)
+    try:
+        yield
+    finally:
+        _as_int8.reset(token)
 
 
 def _times(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -110,23 +159,29 @@ def _least_tokens(packed: torch.Tensor) -> int:
 
 def pack_model(model: torch.nn.Module) -> int:
     """Pack every linear layer of a loaded model, in place; returns how many."""
+    matrix = Int8Matrix if _as_int8.get() else PackedMatrix
     if not torch.backends.mkldnn.is_available():
         logger.warning("this torch has no oneDNN: matrix products run several times slower")
         return 0
     linears = [layer for layer in model.modules() if isinstance(layer, LinearBase)]
     linears = [layer for layer in linears if _packable(layer, UnquantizedLinearMethod)]
     for layer in linears:
-        layer.packed = PackedMatrix.of(layer.weight)
+        layer.packed = matrix.of(layer.weight)
         layer.weight = Parameter(layer.packed.weight, requires_grad=False)
         layer.quant_method = PackedLinear()
     head: Any = getattr(model, "lm_head", None)
     if not _packable(head, UnquantizedEmbeddingMethod):
         return len(linears)
-    head.packed = PackedMatrix.of(head.weight)
+    head.packed = matrix.of(head.weight)
     head.quant_method = PackedHead()
     if isinstance(head, ParallelLMHead):  # else it is the embedding
         head.weight = Parameter(head.packed.weight, requires_grad=False)
     return len(linears) + 1
+
+
+def has_int8_weights(model: torch.nn.Module) -> bool:
+    """Whether :func:`int8_weights` has had an effect on a loaded model."""
+    return any(isinstance(getattr(layer, "packed", None), Int8Matrix) for layer in model.modules())
 
 
 def _packable(layer: Any, method: type) -> bool:

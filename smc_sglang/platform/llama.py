@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from numpy.typing import NDArray
@@ -24,13 +24,15 @@ from sglang.srt.runtime_context import get_parallel
 from smc_sglang.platform import kernels
 from smc_sglang.platform.attention import TorchCpuAttention
 from smc_sglang.platform.kernels import array
-from smc_sglang.platform.linear import PackedLinear, PackedMatrix
+from smc_sglang.platform.linear import Int8Matrix, PackedLinear, PackedMatrix
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 logger = logging.getLogger(__name__)
+
+Matrix: TypeAlias = PackedMatrix | Int8Matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +41,13 @@ class _Layer:
 
     attention: Any  # SGLang's RadixAttention
     attention_norm: NDArray[Any]
-    qkv: PackedMatrix
+    qkv: Matrix
     qkv_bias: torch.Tensor | None
-    output: PackedMatrix
+    output: Matrix
     output_bias: torch.Tensor | None
     mlp_norm: NDArray[Any]
-    gate_up: PackedMatrix
-    down: PackedMatrix
+    gate_up: Matrix
+    down: Matrix
 
     @property
     def least_tokens(self) -> int:

@@ -1,4 +1,5 @@
-"""A draft that is padded to another vocabulary size and has another end token. (What else differs is refused.)"""
+"""A draft in eight bits that is padded to another vocabulary size and has another end token. (What else differs is
+refused.)"""
 
 from __future__ import annotations
 

@@ -46,6 +46,7 @@ def start(path: Path) -> Server:
         path / "log.txt",
         *("--model-path", str(path / "target"), "--draft-model-path", str(path / "draft"), "--dtype", "float32"),
         *("--reasoning-parser", PARSER, "--max-total-tokens", "40000", "--chunked-prefill-size", str(CHUNK)),
+        "--draft-int8",
         environment=STRICT_CHECKS | {"OMP_NUM_THREADS": "1", "SGLANG_HEALTH_CHECK_TIMEOUT": "3"},
     )
 

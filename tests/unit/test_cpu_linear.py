@@ -7,7 +7,14 @@ import torch
 from sglang.srt.layers.linear import ReplicatedLinear
 from torch.nn.functional import linear
 
-from smc_sglang.platform.linear import PackedLinear, PackedMatrix, pack_model
+from smc_sglang.platform.linear import (
+    Int8Matrix,
+    PackedLinear,
+    PackedMatrix,
+    has_int8_weights,
+    int8_weights,
+    pack_model,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -37,16 +44,54 @@ def test_products_are_torchs_own(shape: tuple[int, int], n_tokens: int, dtype: t
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(1536, 576), (1920, 3200)])
-def test_a_tokens_product_does_not_depend_on_its_company(shape: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("matrix", [PackedMatrix, Int8Matrix])
+def test_a_tokens_product_does_not_depend_on_its_company(
+    matrix: type[PackedMatrix | Int8Matrix], shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(0)
     n_in, n_out = shape
     x = torch.randn(200, n_in, generator=generator).to(dtype)
     other = torch.randn(200, n_out, generator=generator).to(dtype)
-    packed = PackedMatrix.of((torch.randn(n_out, n_in, generator=generator) / n_in**0.5).to(dtype))
+    packed = matrix.of((torch.randn(n_out, n_in, generator=generator) / n_in**0.5).to(dtype))
     times, times_plus = packed.times(x), packed.times_plus(x, None, other)
     for first, end in [(i, i + 1) for i in range(20)] + [(0, 2), (3, 7), (1, 10), (0, 36), (50, 122)]:
         assert torch.equal(packed.times(x[first:end]), times[first:end])
         assert torch.equal(packed.times_plus(x[first:end], None, other[first:end]), times_plus[first:end])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n_tokens", [1, 4, 36])
+def test_products_with_eight_bits(n_tokens: int, dtype: torch.dtype) -> None:
+    """Each weight is off by half a step at most, and the product is exactly that of what is stored."""
+    generator = torch.Generator().manual_seed(n_tokens)
+    x = torch.randn(n_tokens, 576, generator=generator).to(dtype)
+    weight = (torch.randn(96, 576, generator=generator) / 24).to(dtype)
+    weight[5] = 0
+    bias, other = (torch.randn(shape, generator=generator).to(dtype) for shape in ((96,), (n_tokens, 96)))
+    rounded = Int8Matrix.of(weight)
+    scales = rounded.scales.double().unsqueeze(1)
+    stored = rounded.weight.double() * scales
+    # A bfloat16 scale may be too small by 2^-9 for a row's largest weight: then that one is off by more.
+    assert ((stored - weight.double()).abs() <= scales * (0.5 if dtype == torch.float32 else 0.8)).all()
+    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    exact = linear(x.double(), stored)
+    torch.testing.assert_close(rounded.times(x).double(), exact, **close)
+    torch.testing.assert_close(rounded.times_plus(x, bias, other).double(), exact + bias + other, **close)
+
+
+def test_models_that_load_for_a_draft_in_eight_bits() -> None:
+    model = torch.nn.Module()
+    model.layer = ReplicatedLinear(64, 48, bias=True, params_dtype=torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(3, 64)
+    before = model.layer(x)[0]
+    assert not has_int8_weights(model)
+    with int8_weights():
+        assert pack_model(model) == 1
+    assert has_int8_weights(model)
+    assert model.layer.weight.dtype == torch.int8
+    torch.testing.assert_close(model.layer(x)[0], before, rtol=0, atol=0.3)
 
 
 def test_a_layers_weight_is_stored_once() -> None:

@@ -11,6 +11,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
+from smc_sglang.config import SmcConfig
 from smc_sglang.engine import hooks
 from tests.models import perturbed, tiny_llama, word_tokenizer
 
@@ -65,6 +66,14 @@ def test_block_width_follows_the_draft_length(pair: tuple[Path, Path]) -> None:
 def test_unsupported_options_are_refused(pair: tuple[Path, Path], arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         resolve(*pair, **arguments)
+
+
+def test_eight_bits_are_of_the_cpu_platform(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    SmcConfig(draft_int8=True).export()
+    resolve(*pair)
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")  # SGLang's own CPU platform
+    with pytest.raises(ValueError, match="--draft-int8 is for the torch CPU platform only"):
+        resolve(*pair)
 
 
 def test_a_draft_is_needed(pair: tuple[Path, Path]) -> None:
