@@ -11,6 +11,7 @@ said, and the share of the cost model's limit that was reached (bench/limit.py).
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -147,7 +148,7 @@ def measure(name: str, runs: int, new_tokens: int, dtype: torch.dtype, with_peer
     plain = name.removesuffix(INT8)
     pair, draft_int8 = ensure_pair(plain), name != plain
     print(f"\n{name}: {new_tokens} tokens per answer, {runs} runs, temperature {TEMPERATURE}")
-    draft = Products(pair.draft, dtype, Int8Matrix if draft_int8 else PackedMatrix)
+    draft = Products(pair.draft, dtype, Int8Matrix.of if draft_int8 else PackedMatrix.of)
     limit = Limit(Products(pair.target, dtype), draft)
     bench = Bench(pair, new_tokens, dtype, draft_int8)
     off = Setting({"mode": "off"})
@@ -315,12 +316,16 @@ def main() -> None:
     chosen = parser.parse_args()
     dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
     RESULTS.mkdir(exist_ok=True)
-    results: dict[str, Any] = {"machine": machine(dtype), "pairs": {}}
+    latest = RESULTS / "latest.json"
+    results: dict[str, Any] = json.loads(latest.read_text()) if latest.exists() else {"pairs": {}}
+    results["machine"] = machine(dtype)
     with tempfile.TemporaryDirectory() as folder:
         os.environ[cycle.LOG] = str(Path(folder) / "cycles.jsonl")
         for name in chosen.pairs:
-            results["pairs"][name] = measure(name, chosen.runs, chosen.tokens, dtype, not chosen.no_peers)
-            (RESULTS / "latest.json").write_text(json.dumps(results, indent=1) + "\n")
+            measured = measure(name, chosen.runs, chosen.tokens, dtype, not chosen.no_peers)
+            # Of a pair that is not chosen, the last result stays.
+            results["pairs"][name] = {"date": f"{datetime.date.today()}", **measured}
+            latest.write_text(json.dumps(results, indent=1) + "\n")
     plot(results, RESULTS / "frontier.svg")
 
 

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from transformers import AutoConfig
 
-from smc_sglang.platform.linear import Int8Matrix, PackedMatrix
+from smc_sglang.platform.linear import PackedMatrix
+
+
+class Matrix(Protocol):
+    """A weight matrix W, however it is stored."""
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T."""
 
 
 class Products:
     """A model's matrix products, packed as the CPU platform packs them, on random weights."""
 
     def __init__(
-        self, checkpoint: Path, dtype: torch.dtype, matrix: type[PackedMatrix | Int8Matrix] = PackedMatrix
+        self, checkpoint: Path, dtype: torch.dtype, matrix: Callable[[torch.Tensor], Matrix] = PackedMatrix.of
     ) -> None:
         config = AutoConfig.from_pretrained(checkpoint)
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -25,7 +34,7 @@ class Products:
         layer = [(hidden, queries + 2 * kv), (queries, hidden), (hidden, 2 * inner), (inner, hidden)]
         shapes = layer * config.num_hidden_layers + [(hidden, config.vocab_size)]
         self._dtype = dtype
-        self._packed = [(n_in, matrix.of(torch.randn(n_out, n_in).mul_(0.02).to(dtype))) for n_in, n_out in shapes]
+        self._packed = [(n_in, matrix(torch.randn(n_out, n_in).mul_(0.02).to(dtype))) for n_in, n_out in shapes]
 
     def seconds(self, n_tokens: int, runs: int = 3) -> float:
         """Median time of one pass over `n_tokens` tokens."""
