@@ -22,7 +22,7 @@ class Matrix(Protocol):
 
 
 class Products:
-    """A model's matrix products, packed as the CPU platform packs them, on random weights."""
+    """A model's matrix products on random weights."""
 
     def __init__(
         self, checkpoint: Path, dtype: torch.dtype, matrix: Callable[[torch.Tensor], Matrix] = PackedMatrix.of
@@ -34,16 +34,16 @@ class Products:
         layer = [(hidden, queries + 2 * kv), (queries, hidden), (hidden, 2 * inner), (inner, hidden)]
         shapes = layer * config.num_hidden_layers + [(hidden, config.vocab_size)]
         self._dtype = dtype
-        self._packed = [(n_in, matrix(torch.randn(n_out, n_in).mul_(0.02).to(dtype))) for n_in, n_out in shapes]
+        self._matrices = [(n_in, matrix(torch.randn(n_out, n_in).mul_(0.02).to(dtype))) for n_in, n_out in shapes]
 
     def seconds(self, n_tokens: int, runs: int = 3) -> float:
         """Median time of one pass over `n_tokens` tokens."""
-        inputs = {n_in: torch.randn(n_tokens, n_in).to(self._dtype) for n_in, _ in self._packed}
+        inputs = {n_in: torch.randn(n_tokens, n_in).to(self._dtype) for n_in, _ in self._matrices}
         times = []
         for _ in range(runs + 1):
             start = time.perf_counter()
-            for n_in, packed in self._packed:
-                packed.times(inputs[n_in])
+            for n_in, matrix in self._matrices:
+                matrix.times(inputs[n_in])
             times.append(time.perf_counter() - start)
         return statistics.median(times[1:])
 

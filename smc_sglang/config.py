@@ -60,7 +60,6 @@ class SmcConfig(BaseModel):
     max_draft_length: int | None = Field(
         None, ge=1, le=MAX_DRAFT_LENGTH, description="Largest draft_length; default: draft_length."
     )
-
     draft_int8: bool = Field(False, description="Round the draft's weights to 8 bits (torch CPU platform only).")
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ from smc_sglang.engine.grammar import GrammarMasks
 from smc_sglang.engine.group import Particle, ParticleGroup, Solo, block_width, role
 from smc_sglang.engine.sampling import density_of
 from smc_sglang.engine.scoring import PendingInput, ScoreInput
-from smc_sglang.platform.linear import has_int8_weights, int8_weights
+from smc_sglang.platform.linear import int8_weights
 from smc_sglang.smc import step
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ class SmcWorker(BaseSpecWorker):
         self.parallel_layout = resolve_draft_parallel_layout(
             DraftParallelSpec(tp_execution=DraftTPExecution.TARGET_LAYOUT)
         )
-        in_int8 = SmcConfig.current().draft_int8
-        with self._draft_context(), draft_model_build_scope(), int8_weights() if in_int8 else nullcontext():
+        weights = int8_weights() if SmcConfig.current().draft_int8 else nullcontext()
+        with self._draft_context(), draft_model_build_scope(), weights:
             self._draft_worker = DraftWorker(
                 server_args=server_args,
                 gpu_id=gpu_id,
@@ -93,10 +93,6 @@ class SmcWorker(BaseSpecWorker):
                 context_length=target_worker.model_runner.model_config.context_len,
             )
         self.draft_runner = self._draft_worker.model_runner
-        if in_int8 and not has_int8_weights(self.draft_runner.model):
-            raise ValueError(
-                "--draft-int8: the draft has no plain linear layers in bfloat16 or float32 that could be rounded"
-            )
         # What only one of the models has is padding.
         runners = (target_worker.model_runner, self.draft_runner)
         self._vocab_size = min(runner.model_config.vocab_size for runner in runners)

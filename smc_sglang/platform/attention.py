@@ -300,23 +300,26 @@ class TorchCpuAttention(AttentionBackend):
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
         queries = q.contiguous().view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = q.new_empty(len(queries), layer.tp_q_head_num * layer.v_head_dim)
-        self.attend(layer, queries, out)
+        keys, values = pool.get_kv_buffer(layer.layer_id)
+        self.attend(queries, keys, values, layer.scaling, out)
         return out
 
     forward_decode = forward_extend
 
-    def attend(self, layer: RadixAttention, queries: torch.Tensor, out: torch.Tensor) -> None:
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, out: torch.Tensor
+    ) -> None:
         """Attention of one layer, whose KV is stored already, without SGLang's detours.
 
         Args:
             queries: [n_tokens, n_heads, head_dim], contiguous.
+            keys, values: the layer's pools, [n_slots, n_kv_heads, head_dim].
             out: [n_tokens, n_heads * head_dim], contiguous, overwritten.
         """
         if self._padded:
             out.zero_()
-        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         for rows in self.forward_metadata:
-            rows.attend(queries, keys, values, layer.scaling, out)
+            rows.attend(queries, keys, values, scaling, out)
 
     def support_triton(self) -> bool:
         return False

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from sglang.srt.layers.linear import LinearBase
@@ -36,7 +36,7 @@ class PackedLinear(UnquantizedLinearMethod):
     """A linear layer whose `weight` is packed."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        packed: PackedMatrix | Int8Matrix = layer.packed
+        packed: Matrix = layer.packed
         return packed.times(x, bias)
 
 
@@ -44,7 +44,7 @@ class PackedHead(UnquantizedEmbeddingMethod):
     """An output layer. SGLang multiplies by `weight` itself where it knows the method by name; not here."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        packed: PackedMatrix | Int8Matrix = layer.packed
+        packed: Matrix = layer.packed
         return packed.times(x.to(packed.dtype), bias)
 
 
@@ -119,9 +119,12 @@ class Int8Matrix:
         return self.times(x, bias).add_(other)
 
 
+Matrix: TypeAlias = PackedMatrix | Int8Matrix
+
+
 @contextmanager
 def int8_weights() -> Iterator[None]:
-    """Models that load inside have the matrices of their linear layers in eight bits."""
+    """Models that load inside have the matrices of their linear layers in eight bits; see :func:`pack_model`."""
     token = _as_int8.set(True)
     try:
         yield
@@ -158,11 +161,22 @@ def _least_tokens(packed: torch.Tensor) -> int:
 
 
 def pack_model(model: torch.nn.Module) -> int:
-    """Pack every linear layer of a loaded model, in place; returns how many."""
-    matrix = Int8Matrix if _as_int8.get() else PackedMatrix
+    """Pack every linear layer of a loaded model, in place; returns how many.
+
+    Raises:
+        ValueError: there is none, within :func:`int8_weights`.
+    """
+    if _as_int8.get():
+        if not (n_packed := _pack(model, Int8Matrix)):
+            raise ValueError("the draft has no plain linear layers in bfloat16 or float32 that could be rounded")
+        return n_packed
     if not torch.backends.mkldnn.is_available():
         logger.warning("this torch has no oneDNN: matrix products run several times slower")
         return 0
+    return _pack(model, PackedMatrix)
+
+
+def _pack(model: torch.nn.Module, matrix: type[Matrix]) -> int:
     linears = [layer for layer in model.modules() if isinstance(layer, LinearBase)]
     linears = [layer for layer in linears if _packable(layer, UnquantizedLinearMethod)]
     for layer in linears:
@@ -177,11 +191,6 @@ def pack_model(model: torch.nn.Module) -> int:
     if isinstance(head, ParallelLMHead):  # else it is the embedding
         head.weight = Parameter(head.packed.weight, requires_grad=False)
     return len(linears) + 1
-
-
-def has_int8_weights(model: torch.nn.Module) -> bool:
-    """Whether :func:`int8_weights` has had an effect on a loaded model."""
-    return any(isinstance(getattr(layer, "packed", None), Int8Matrix) for layer in model.modules())
 
 
 def _packable(layer: Any, method: type) -> bool:

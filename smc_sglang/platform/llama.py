@@ -1,4 +1,4 @@
-"""Llama's decoder on the CPU: per layer four matrix products, and four compiled loops for what is between them.
+"""Llama's decoder on the CPU: per layer four matrix products, and five compiled loops for what is between them.
 
 SGLang's layers ask at every step which kernel, quantisation and parallel layout is in use. At a few tokens of a small
 model that costs twice what the matrix products cost (docs/performance.md). A model that needs none of it runs here:
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from numpy.typing import NDArray
@@ -24,15 +24,13 @@ from sglang.srt.runtime_context import get_parallel
 from smc_sglang.platform import kernels
 from smc_sglang.platform.attention import TorchCpuAttention
 from smc_sglang.platform.kernels import array
-from smc_sglang.platform.linear import Int8Matrix, PackedLinear, PackedMatrix
+from smc_sglang.platform.linear import Matrix, PackedLinear
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 logger = logging.getLogger(__name__)
-
-Matrix: TypeAlias = PackedMatrix | Int8Matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +123,7 @@ class LlamaDecoder:
             qkv = layer.qkv.times(normed, layer.qkv_bias)
             keys, values = backend.token_to_kv_pool.get_kv_buffer(layer.attention.layer_id)
             kernels.turn(array(qkv), cos_sin, *places, into_queries, array(keys), array(values))
-            backend.attend(layer.attention, queries, of_tokens)
+            backend.attend(queries, keys, values, layer.attention.scaling, of_tokens)
             hidden = layer.output.times_plus(attended, layer.output_bias, hidden)
             kernels.norm(array(hidden), layer.mlp_norm, eps, into_normed)
             kernels.gate(array(layer.gate_up.times(normed)), into_gated)

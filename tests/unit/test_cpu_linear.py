@@ -9,9 +9,9 @@ from torch.nn.functional import linear
 
 from smc_sglang.platform.linear import (
     Int8Matrix,
+    Matrix,
     PackedLinear,
     PackedMatrix,
-    has_int8_weights,
     int8_weights,
     pack_model,
 )
@@ -46,7 +46,7 @@ def test_products_are_torchs_own(shape: tuple[int, int], n_tokens: int, dtype: t
 @pytest.mark.parametrize("shape", [(1536, 576), (1920, 3200)])
 @pytest.mark.parametrize("matrix", [PackedMatrix, Int8Matrix])
 def test_a_tokens_product_does_not_depend_on_its_company(
-    matrix: type[PackedMatrix | Int8Matrix], shape: tuple[int, int], dtype: torch.dtype
+    matrix: type[Matrix], shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     n_in, n_out = shape
@@ -86,12 +86,14 @@ def test_models_that_load_for_a_draft_in_eight_bits() -> None:
         torch.nn.init.normal_(parameter)
     x = torch.randn(3, 64)
     before = model.layer(x)[0]
-    assert not has_int8_weights(model)
+    assert not hasattr(model.layer, "packed")
     with int8_weights():
         assert pack_model(model) == 1
-    assert has_int8_weights(model)
+    assert isinstance(model.layer.packed, Int8Matrix)
     assert model.layer.weight.dtype == torch.int8
     torch.testing.assert_close(model.layer(x)[0], before, rtol=0, atol=0.3)
+    with int8_weights(), pytest.raises(ValueError, match="no plain linear layers"):
+        pack_model(model)
 
 
 def test_a_layers_weight_is_stored_once() -> None:
