@@ -27,6 +27,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, ReqToTokenPool
 
 from smc_sglang.platform import kernels
+from smc_sglang.platform.kernels import Buffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,9 +54,7 @@ class Bucket:
     shared: torch.Tensor | None = None  # int32 [n_shared], KV slots of the rows' common beginning, where that is long
     _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
-    def attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, out: torch.Tensor
-    ) -> None:
+    def attend(self, queries: Buffer, keys: Buffer, values: Buffer, scaling: float, out: Buffer) -> None:
         """Causal attention of every row's queries, which are its last tokens.
 
         Heads that share a KV head are folded into the query axis, so keys and values are never repeated.
@@ -65,10 +64,11 @@ class Bucket:
             keys, values: the layer's pools, [n_slots, n_kv_heads, head_dim].
             out: [n_tokens, n_heads * head_dim]; the bucket's tokens are overwritten.
         """
+        pools = keys.tensor, values.tensor
         if self.tokens is None:
-            out.copy_(self._attend(queries, keys, values, scaling))
+            out.tensor.copy_(self._attend(queries.tensor, *pools, scaling))
         else:
-            out[self.tokens] = self._attend(queries[self.tokens], keys, values, scaling)
+            out.tensor[self.tokens] = self._attend(queries.tensor[self.tokens], *pools, scaling)
 
     def _attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
         """Queries and result of the bucket's tokens alone."""
@@ -146,12 +146,9 @@ class ShortRows:
     def __post_init__(self) -> None:
         self._arrays = tuple(map(kernels.array, (self.slots, self.lengths, self.tokens)))
 
-    def attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, out: torch.Tensor
-    ) -> None:
+    def attend(self, queries: Buffer, keys: Buffer, values: Buffer, scaling: float, out: Buffer) -> None:
         """As :meth:`Bucket.attend`."""
-        array = kernels.array
-        kernels.attend(array(queries), array(keys), array(values), *self._arrays, scaling, array(out))
+        kernels.attend(queries.array, keys.array, values.array, *self._arrays, scaling, out.array)
 
 
 @dataclass(frozen=True)
@@ -238,6 +235,7 @@ class TorchCpuAttention(AttentionBackend):
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool = token_to_kv_pool
         self.forward_metadata: list[Bucket | ShortRows] = []
+        self._kv: dict[int, tuple[Buffer, Buffer]] = {}
         self._padded = False
         self._short = 0
         if token_to_kv_pool.dtype in kernels.DTYPES and token_to_kv_pool.v_head_dim == token_to_kv_pool.head_dim:
@@ -300,26 +298,30 @@ class TorchCpuAttention(AttentionBackend):
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
         queries = q.contiguous().view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = q.new_empty(len(queries), layer.tp_q_head_num * layer.v_head_dim)
-        keys, values = pool.get_kv_buffer(layer.layer_id)
-        self.attend(queries, keys, values, layer.scaling, out)
+        self.attend(Buffer(queries), layer, Buffer(out))
         return out
 
     forward_decode = forward_extend
 
-    def attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, out: torch.Tensor
-    ) -> None:
+    def attend(self, queries: Buffer, layer: RadixAttention, out: Buffer) -> None:
         """Attention of one layer, whose KV is stored already, without SGLang's detours.
 
         Args:
-            queries: [n_tokens, n_heads, head_dim], contiguous.
-            keys, values: the layer's pools, [n_slots, n_kv_heads, head_dim].
-            out: [n_tokens, n_heads * head_dim], contiguous, overwritten.
+            queries: [n_tokens, n_heads, head_dim].
+            out: [n_tokens, n_heads * head_dim], overwritten.
         """
         if self._padded:
-            out.zero_()
+            out.tensor.zero_()
+        keys, values = self.kv(layer.layer_id)
         for rows in self.forward_metadata:
-            rows.attend(queries, keys, values, scaling, out)
+            rows.attend(queries, keys, values, layer.scaling, out)
+
+    def kv(self, layer_id: int) -> tuple[Buffer, Buffer]:
+        """A layer's pools of keys and values, [n_slots, n_kv_heads, head_dim]. They stay where they are."""
+        if layer_id not in self._kv:
+            keys, values = self.token_to_kv_pool.get_kv_buffer(layer_id)
+            self._kv[layer_id] = Buffer(keys), Buffer(values)
+        return self._kv[layer_id]
 
     def support_triton(self) -> bool:
         return False

@@ -11,6 +11,8 @@ its bits. `Element` arrays are of the model's dtype, all of one call of the same
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,6 +33,17 @@ def array(tensor: torch.Tensor) -> NDArray[Any]:
     """A contiguous tensor's memory as kernels take it."""
     assert tensor.is_contiguous()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A contiguous tensor that is used many times; its array is made once."""
+
+    tensor: torch.Tensor
+
+    @cached_property
+    def array(self) -> NDArray[Any]:
+        return array(self.tensor)
 
 
 def compile_kernels(dtype: torch.dtype) -> None:

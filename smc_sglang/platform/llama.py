@@ -23,7 +23,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from smc_sglang.platform import kernels
 from smc_sglang.platform.attention import TorchCpuAttention
-from smc_sglang.platform.kernels import array
+from smc_sglang.platform.kernels import Buffer, array
 from smc_sglang.platform.linear import Matrix, PackedLinear
 
 if TYPE_CHECKING:
@@ -112,24 +112,23 @@ class LlamaDecoder:
         n_tokens, eps, cos_sin = len(hidden), self._eps, self._cos_sin
         # Matrix products want some tokens more; nobody looks at what becomes of them.
         hidden = torch.nn.functional.pad(hidden, (0, 0, 0, max(0, self._least_tokens - n_tokens)))
-        normed, gated = hidden.new_empty(hidden.shape), hidden.new_empty(len(hidden), self._inner)
-        queries = hidden.new_empty(n_tokens, self._n_heads, self._head_dim)
+        normed, gated = Buffer(hidden.new_empty(hidden.shape)), Buffer(hidden.new_empty(len(hidden), self._inner))
+        queries = Buffer(hidden.new_empty(n_tokens, self._n_heads, self._head_dim))
         attended = hidden.new_zeros(len(hidden), self._n_heads * self._head_dim)
-        of_tokens = attended[:n_tokens]
-        into_normed, into_gated, into_queries = array(normed), array(gated), array(queries)
+        of_tokens = Buffer(attended[:n_tokens])
         places = array(positions), array(forward_batch.out_cache_loc)
         for layer in self._layers:
-            kernels.norm(array(hidden), layer.attention_norm, eps, into_normed)
-            qkv = layer.qkv.times(normed, layer.qkv_bias)
-            keys, values = backend.token_to_kv_pool.get_kv_buffer(layer.attention.layer_id)
-            kernels.turn(array(qkv), cos_sin, *places, into_queries, array(keys), array(values))
-            backend.attend(queries, keys, values, layer.attention.scaling, of_tokens)
+            kernels.norm(array(hidden), layer.attention_norm, eps, normed.array)
+            qkv = layer.qkv.times(normed.tensor, layer.qkv_bias)
+            keys, values = backend.kv(layer.attention.layer_id)
+            kernels.turn(array(qkv), cos_sin, *places, queries.array, keys.array, values.array)
+            backend.attend(queries, layer.attention, of_tokens)
             hidden = layer.output.times_plus(attended, layer.output_bias, hidden)
-            kernels.norm(array(hidden), layer.mlp_norm, eps, into_normed)
-            kernels.gate(array(layer.gate_up.times(normed)), into_gated)
-            hidden = layer.down.times_plus(gated, None, hidden)
-        kernels.norm(array(hidden), self._norm, eps, into_normed)
-        return normed[:n_tokens]
+            kernels.norm(array(hidden), layer.mlp_norm, eps, normed.array)
+            kernels.gate(array(layer.gate_up.times(normed.tensor)), gated.array)
+            hidden = layer.down.times_plus(gated.tensor, None, hidden)
+        kernels.norm(array(hidden), self._norm, eps, normed.array)
+        return normed.tensor[:n_tokens]
 
     @cached_property
     def _cos_sin(self) -> NDArray[Any]:
