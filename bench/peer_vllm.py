@@ -1,4 +1,4 @@
-"""vLLM on the CPU, run by its own environment's Python (bench/peers.py): a request on stdin, one JSON line on stdout."""
+"""vLLM on the CPU, run by its own environment's Python (bench/peers.py): a request on stdin, a JSON line on stdout."""
 
 from __future__ import annotations
 
