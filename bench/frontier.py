@@ -255,8 +255,7 @@ def _print(name: str, result: dict[str, Any]) -> None:
     console = Console(width=180)
     console.print(table)
     for peer, seen in result.get("peers", {}).items():
-        speed = "" if seen["tok_s"] is None else f"{seen['tok_s']:.1f} tokens/s, {seen['version']}, "
-        console.print(f"{peer}: {speed}{seen['note']}")
+        console.print(f"{peer}: {peers.describe(seen)}")
     for curve, values in result["growth"].items():
         console.print(f"{curve}: " + ", ".join(f"{x}: {ms:.0f}" for x, ms in values.items()))
 

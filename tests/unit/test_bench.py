@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from bench import peers
 from bench.limit import Limit
 from bench.pairs import noisy, widened
 from tests.models import tiny_llama
@@ -54,3 +56,22 @@ def test_the_limit_is_a_cycles_products_and_nothing_else() -> None:
     assert limit.off() == pytest.approx(1 / 1.1)
     assert limit.smc(4, 8) == pytest.approx(9 / (1 + 3.6 + 8))
     assert limit.smc(1, 2) == pytest.approx(3 / (1 + 0.3 + 2))
+
+
+def test_a_peer_that_is_not_there_or_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(peers, "HERE", tmp_path)
+    peer = peers.Environment("peer", "script.py", ())
+    with pytest.raises(RuntimeError, match="--install"):
+        peer.ask({})
+    peer.python.parent.mkdir(parents=True)
+    peer.python.symlink_to(sys.executable)
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('no such model')")
+    assert peers._ask(peer, {}) == {"tok_s": None, "version": None, "note": "not run: it failed: no such model"}
+    script.write_text("import json, sys; print('log'); print(json.dumps(json.load(sys.stdin)))")
+    seen = peers._ask(peer, {"speeds": [3.0, 1.0, 2.0], "version": "7", "note": "bfloat16"})
+    assert peers.describe(seen) == "2.0 tokens/s (1.0 .. 3.0), 7, bfloat16"
+    monkeypatch.setattr(peers, "TIME_LIMIT", 0.5)
+    script.write_text("import time; time.sleep(60)")
+    assert peers._ask(peer, {})["note"] == "not run: it was stopped after 0.5 s"
