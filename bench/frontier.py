@@ -1,6 +1,6 @@
 """Speed against fidelity: `off`, `exact` and `smc` over N and K on the benchmark pairs, beside a user's other choices.
 
-    python -m bench.frontier [--pairs demo wide-0.66 wide-0.83] [--runs 5] [--tokens 48] [--no-peers]
+    python -m bench.frontier [--pairs demo wide-0.66 wide-0.83] [--runs 5] [--tokens 100] [--no-peers]
 
 Every run takes one prompt through all settings in turn, in one engine; the first run warms up. Printed, and written to
 bench/results/latest.json with a plot beside it: tokens per second (median and spread over the runs), where a cycle's
@@ -310,7 +310,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", nargs="+", default=["demo", "wide-0.66", "wide-0.66" + INT8, "wide-0.83"])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=100, help="per answer: a first one, and eleven cycles of K = 8")
     parser.add_argument("--no-peers", action="store_true")
     chosen = parser.parse_args()
     dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
@@ -323,7 +323,7 @@ def main() -> None:
         for name in chosen.pairs:
             measured = measure(name, chosen.runs, chosen.tokens, dtype, not chosen.no_peers)
             # Of a pair that is not chosen, the last result stays.
-            results["pairs"][name] = {"date": f"{datetime.date.today()}", **measured}
+            results["pairs"][name] = {"date": f"{datetime.date.today()}", "tokens": chosen.tokens, **measured}
             latest.write_text(json.dumps(results, indent=1) + "\n")
     plot(results, RESULTS / "frontier.svg")
 

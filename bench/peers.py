@@ -181,7 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--install", action="store_true", help="make the environments of llama.cpp and vLLM, and stop")
     parser.add_argument("--pair", default="wide-0.66")
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.8)
     chosen = parser.parse_args()
     if chosen.install:
