@@ -54,8 +54,9 @@ class Environment:
         uv = str(Path(sys.executable).with_name("uv"))
         subprocess.run([uv, "venv", "--clear", "--python", sys.executable, self.folder], check=True)
         overrides = self.folder / "overrides.txt"
-        overrides.write_text("\n".join(self.overrides) + "\n")
-        command = [uv, "pip", "install", "--python", self.python, "--overrides", overrides]
+        overrides.write_text("".join(f"{override}\n" for override in self.overrides))
+        # --no-config: our own pyproject.toml has overrides for our own environment.
+        command = [uv, "pip", "install", "--no-config", "--python", self.python, "--overrides", overrides]
         subprocess.run([*command, *self.requirements], check=True)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
