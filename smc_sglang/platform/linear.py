@@ -12,7 +12,7 @@ handful of tokens. That is for drafts only, whose law is whatever they are sampl
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,7 +26,6 @@ from torch.nn.parameter import Parameter
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = (torch.bfloat16, torch.float32)
 _TOKENS = 64  # the batch that oneDNN chooses its layout for; the same one serves any
 _as_int8: ContextVar[bool] = ContextVar("as_int8", default=False)
 _steady: dict[tuple[Any, ...], int] = {}  # least tokens by shape and dtype
@@ -63,6 +62,13 @@ class PackedMatrix:
     def of(cls, weight: torch.Tensor) -> PackedMatrix:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TOKENS)
         return cls(packed, _least_tokens(packed))
+
+    @staticmethod
+    def dtypes() -> tuple[torch.dtype, ...]:
+        """Of weights that oneDNN has a layout for on this CPU: without AVX-512 it has none for bfloat16."""
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return torch.float32, torch.bfloat16
+        return (torch.float32,)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,6 +116,11 @@ class Int8Matrix:
         scales = (weight.abs().amax(1).float() / 127).clamp(min=torch.finfo(torch.float32).tiny).to(torch.bfloat16)
         steps = (weight.float() / scales.float().unsqueeze(1)).round_().clamp_(-127, 127)
         return cls(steps.to(torch.int8), scales, weight.dtype)
+
+    @staticmethod
+    def dtypes() -> tuple[torch.dtype, ...]:
+        """Of weights that can be rounded."""
+        return torch.float32, torch.bfloat16
 
     def times(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         product = torch._weight_int8pack_mm(x.to(torch.bfloat16), self.weight, self.scales).to(self.dtype)
@@ -178,13 +189,13 @@ def pack_model(model: torch.nn.Module) -> int:
 
 def _pack(model: torch.nn.Module, matrix: type[Matrix]) -> int:
     linears = [layer for layer in model.modules() if isinstance(layer, LinearBase)]
-    linears = [layer for layer in linears if _packable(layer, UnquantizedLinearMethod)]
+    linears = [layer for layer in linears if _packable(layer, UnquantizedLinearMethod, matrix.dtypes())]
     for layer in linears:
         layer.packed = matrix.of(layer.weight)
         layer.weight = Parameter(layer.packed.weight, requires_grad=False)
         layer.quant_method = PackedLinear()
     head: Any = getattr(model, "lm_head", None)
-    if not _packable(head, UnquantizedEmbeddingMethod):
+    if not _packable(head, UnquantizedEmbeddingMethod, matrix.dtypes()):
         return len(linears)
     head.packed = matrix.of(head.weight)
     head.quant_method = PackedHead()
@@ -193,9 +204,9 @@ def _pack(model: torch.nn.Module, matrix: type[Matrix]) -> int:
     return len(linears) + 1
 
 
-def _packable(layer: Any, method: type) -> bool:
-    """Whether `layer` multiplies in this plain way by a matrix that oneDNN can pack."""
+def _packable(layer: Any, method: type, dtypes: Collection[torch.dtype]) -> bool:
+    """Whether `layer` multiplies in this plain way by a matrix that can be packed."""
     if type(getattr(layer, "quant_method", None)) is not method:
         return False
     weight = layer.weight
-    return weight.dtype in _DTYPES and weight.dim() == 2 and not weight.is_mkldnn and weight.device.type == "cpu"
+    return weight.dim() == 2 and not weight.is_mkldnn and weight.device.type == "cpu" and weight.dtype in dtypes

@@ -613,14 +613,14 @@ def resume(client: Client) -> None:
 def test_pausing_with_retraction_withdraws_groups_as_one(client: Client) -> None:
     """While the server is paused the pool can be emptied; then all are answered, the greedy ones as if undisturbed."""
     requests = [
-        body(GENERATE, tokens(20, 91), 60, sampling={"temperature": 0.0}),
-        body(GENERATE, tokens(20, 92), 60, smc={"mode": "off"}),
-        body(GENERATE, tokens(20, 93), 100),
+        body(GENERATE, tokens(20, 91), 160, sampling={"temperature": 0.0}),
+        body(GENERATE, tokens(20, 92), 160, smc={"mode": "off"}),
+        body(GENERATE, tokens(20, 93), 120),
     ]
     alone = [client.post(GENERATE, request).json()["output_ids"] for request in requests]
     with in_background(client, *((GENERATE, request) for request in requests)) as answers:
         started(client)
-        time.sleep(0.2)
+        time.sleep(0.1)
         pause(client, "retract")
         try:
             wait_for(client.is_idle, 1.0 + CYCLE, "KV was held over the pause")
@@ -630,7 +630,7 @@ def test_pausing_with_retraction_withdraws_groups_as_one(client: Client) -> None
             resume(client)
     again = [answer.result().json() for answer in answers]
     assert [answer["output_ids"] for answer in again[:2]] == alone[:2]
-    assert len(again[2]["output_ids"]) == 100
+    assert len(again[2]["output_ids"]) == 120
     assert again[2]["meta_info"]["smc"]["retractions"] == 1
     assert again[2]["output_ids"][0] == alone[2][0]  # all particles start with it
 
