@@ -35,6 +35,7 @@ from bench.limit import Limit, Products
 from bench.pairs import ensure_pair
 from smc_sglang.demo import DemoPair
 from smc_sglang.platform.linear import Int8Matrix, PackedMatrix
+from smc_sglang.platform.machine import multiplies_bfloat16
 
 HERE = Path(__file__).parent
 PROMPTS = (HERE / "prompts.txt").read_text().splitlines()
@@ -299,7 +300,7 @@ def machine(dtype: torch.dtype) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "bf16": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        "bf16": multiplies_bfloat16(),
         "dtype": str(dtype).removeprefix("torch."),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "sglang", "transformers")},
@@ -313,7 +314,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100, help="per answer: a first one, and eleven cycles of K = 8")
     parser.add_argument("--no-peers", action="store_true")
     chosen = parser.parse_args()
-    dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    dtype = torch.bfloat16 if multiplies_bfloat16() else torch.float32
     RESULTS.mkdir(exist_ok=True)
     latest = RESULTS / "latest.json"
     results: dict[str, Any] = json.loads(latest.read_text()) if latest.exists() else {"pairs": {}}

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.pairs import ensure_pair
 from smc_sglang.demo import DemoPair, default_cache_dir
+from smc_sglang.platform.machine import multiplies_bfloat16
 
 HERE = Path(__file__).parent
 DRAFT_LENGTH = 8
@@ -190,7 +191,7 @@ def main() -> None:
             environment.install()
         return
     prompts = (HERE / "prompts.txt").read_text().splitlines()[:5]
-    dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    dtype = torch.bfloat16 if multiplies_bfloat16() else torch.float32
     for name, peer in measure(ensure_pair(chosen.pair), prompts, chosen.tokens, chosen.temperature, dtype).items():
         print(f"{name}: {describe(peer)}")
 

@@ -6,8 +6,6 @@ fallbacks for the small operators, :mod:`smc_sglang.platform.attention` for atte
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +13,8 @@ from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attenti
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
+
+from smc_sglang.platform.machine import multiplies_bfloat16, thread_count
 
 ATTENTION_BACKEND = "smc_torch"
 SPECULATIVE_ALGORITHMS = ("SMC",)
@@ -24,8 +24,6 @@ _MEM_FRACTION = 0.8  # of the memory that is free at start-up, for weights and K
 _MAX_TOTAL_TOKENS = 65_536
 _MAX_RUNNING_REQUESTS = 64
 _CHUNKED_PREFILL_SIZE = 1024  # tokens; oneDNN's matmuls gain nothing from larger ones, decoding rows wait for them
-
-_CGROUP_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -76,8 +74,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         server_args.sleep_on_idle = True
         # Nothing runs beside the host here, so there is nothing to overlap with.
         server_args.disable_overlap_schedule = True
-        if server_args.dtype == "auto" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            # Without AVX-512 torch converts around every bfloat16 product: several times slower than float32.
+        if server_args.dtype == "auto" and not multiplies_bfloat16():
             server_args.dtype = "float32"
         if server_args.mem_fraction_static is None:
             server_args.mem_fraction_static = _MEM_FRACTION
@@ -119,26 +116,6 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from smc_sglang.platform.kv_pool import TorchKVPool
 
         return TorchKVPool
-
-
-def thread_count() -> int:
-    """Threads for torch's operators: torch's own choice, within a container's CPU quota.
-
-    Torch honours OMP_NUM_THREADS and the affinity mask and counts a core once, but does not see quotas, and
-    more threads than a quota grants are throttled together and wait for one another.
-    """
-    chosen = torch.get_num_threads()
-    if "OMP_NUM_THREADS" in os.environ:
-        return chosen
-    return min(chosen, cpu_quota(_CGROUP_CPU_QUOTA) or chosen)
-
-
-def cpu_quota(path: Path) -> int | None:
-    """CPUs that a cgroup v2 quota grants, rounded up; None without one. The file reads `max|quota period`."""
-    if not path.is_file():
-        return None
-    quota, period = path.read_text().split()
-    return None if quota == "max" else -(-int(quota) // int(period))
 
 
 def _sglang_cpu_attention_backend() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 from smc_sglang.engine.scoring import ScoreInput
 from smc_sglang.platform.attention import Bucket, Shapes, TorchCpuAttention, plan, unsupported
-from smc_sglang.platform.cpu import cpu_quota
 from smc_sglang.platform.hooks import assign_slots
 from smc_sglang.platform.kv_pool import TorchKVPool
 
@@ -288,10 +286,3 @@ def test_kv_moves_between_slots() -> None:
     pool.move_kv_cache(target, source)
     for buffer, moved in zip(pool.k_buffer + pool.v_buffer, expected, strict=True):
         assert torch.equal(buffer[target], moved)
-
-
-@pytest.mark.parametrize(("text", "expected"), [("max 100000\n", None), ("150000 100000\n", 2)])
-def test_cpu_quota(tmp_path: Path, text: str, expected: int | None) -> None:
-    (tmp_path / "cpu.max").write_text(text)
-    assert cpu_quota(tmp_path / "cpu.max") == expected
-    assert cpu_quota(tmp_path / "absent") is None

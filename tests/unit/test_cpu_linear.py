@@ -15,17 +15,20 @@ from smc_sglang.platform.linear import (
     int8_weights,
     pack_model,
 )
+from smc_sglang.platform.machine import multiplies_bfloat16
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-BFLOAT16 = pytest.param(
-    torch.bfloat16,
-    marks=pytest.mark.skipif(
-        torch.bfloat16 not in PackedMatrix.dtypes(), reason="this CPU has no AVX-512: oneDNN packs float32 only"
-    ),
-)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
+def packed_matrix(matrix: type[Matrix], weight: torch.Tensor) -> Matrix:
+    """`matrix.of(weight)`; skips the test on a CPU that packs no bfloat16."""
+    if matrix is PackedMatrix and weight.dtype == torch.bfloat16 and not multiplies_bfloat16():
+        pytest.skip("this CPU has no AVX-512: oneDNN packs float32 only")
+    return matrix.of(weight)
+
+
+@DTYPES
 @pytest.mark.parametrize("n_tokens", [0, 1, 4, 36, 100])
 @pytest.mark.parametrize("shape", [(64, 192), (96, 70), (7, 5)])
 def test_products_are_torchs_own(shape: tuple[int, int], n_tokens: int, dtype: torch.dtype) -> None:
@@ -35,7 +38,7 @@ def test_products_are_torchs_own(shape: tuple[int, int], n_tokens: int, dtype: t
     weight = (torch.randn(n_out, n_in, generator=generator) / n_in**0.5).to(dtype)
     bias = torch.randn(n_out, generator=generator).to(dtype)
     other = torch.randn(n_tokens, n_out, generator=generator).to(dtype)
-    packed = PackedMatrix.of(weight)
+    packed = packed_matrix(PackedMatrix, weight)
     exact = linear(x.double(), weight.double())
     close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     for result, expected in (
@@ -48,7 +51,7 @@ def test_products_are_torchs_own(shape: tuple[int, int], n_tokens: int, dtype: t
         torch.testing.assert_close(result.double(), expected, **close)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("shape", [(1536, 576), (1920, 3200)])
 @pytest.mark.parametrize("matrix", [PackedMatrix, Int8Matrix])
 def test_a_tokens_product_does_not_depend_on_its_company(
@@ -58,14 +61,14 @@ def test_a_tokens_product_does_not_depend_on_its_company(
     n_in, n_out = shape
     x = torch.randn(200, n_in, generator=generator).to(dtype)
     other = torch.randn(200, n_out, generator=generator).to(dtype)
-    packed = matrix.of((torch.randn(n_out, n_in, generator=generator) / n_in**0.5).to(dtype))
+    packed = packed_matrix(matrix, (torch.randn(n_out, n_in, generator=generator) / n_in**0.5).to(dtype))
     times, times_plus = packed.times(x), packed.times_plus(x, None, other)
     for first, end in [(i, i + 1) for i in range(20)] + [(0, 2), (3, 7), (1, 10), (0, 36), (50, 122)]:
         assert torch.equal(packed.times(x[first:end]), times[first:end])
         assert torch.equal(packed.times_plus(x[first:end], None, other[first:end]), times_plus[first:end])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("n_tokens", [1, 4, 36])
 def test_products_with_eight_bits(n_tokens: int, dtype: torch.dtype) -> None:
     """Each weight is off by half a step, and the product is that of what is stored."""
@@ -124,3 +127,14 @@ def test_other_dtypes_stay_as_they_are() -> None:
     model.layer = ReplicatedLinear(32, 48, bias=False, params_dtype=torch.float16)
     assert pack_model(model) == 0
     assert not model.layer.weight.is_mkldnn
+
+
+def test_without_avx512_bfloat16_stays_plain_and_a_draft_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smc_sglang.platform.linear.multiplies_bfloat16", lambda: False)
+    model = torch.nn.Module()
+    model.layer = ReplicatedLinear(32, 48, bias=False, params_dtype=torch.bfloat16)
+    assert pack_model(model) == 0
+    assert not hasattr(model.layer, "packed")
+    with int8_weights():
+        assert pack_model(model) == 1
+    assert model.layer.weight.dtype == torch.int8
