@@ -35,7 +35,8 @@ from smc_sglang.smc.weights import Weights
 PADDING = -1  # in Block.tokens, after a row's last committed token
 
 # draft(k, rows int64 [r], tokens int64 [r]) -> logits [r, vocab]: one pass of the draft model over the given
-# rows, with the input token of each at block offset k (offset 0 is the pending token).
+# rows, with the input token of each at block offset k (offset 0 is the pending token). The pass after the last drafted
+# token is for its KV alone: nobody looks at its logits.
 Draft = Callable[[int, Tensor, Tensor], Tensor]
 # score(tokens int64 [n_rows, width]) -> logits [n_rows, width, vocab]: one pass of the target over the
 # pending token and the drafted ones. Rows with fewer drafted tokens are padded with token 0 at the end.

@@ -71,8 +71,11 @@ def _check(rows: list[dict[str, Any]], tiny: TinyEngine) -> None:
         name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         for name, path in (("target", tiny.target), ("draft", tiny.draft))
     }
+    longest = max(len(row["block"]) for row in rows)
     for row in rows:
         block = row["block"]
+        if row["draft"] is not None and len(block) == longest:
+            assert len(row["draft"]) == longest - 1, "the pass for the last token's KV made logits"
         tokens = torch.tensor([row["context"] + block])
         for name, model in models.items():
             seen = row[name]

@@ -39,7 +39,8 @@ def activate() -> None:
 def _record_draft(logits: torch.Tensor, forwards: Any, k: int, rows: torch.Tensor, tokens: torch.Tensor) -> None:
     passes = forwards.__dict__.setdefault("probe_passes", {})
     for row, row_logits in zip(rows.tolist(), logits, strict=True):
-        passes[row, k] = row_logits.clone()
+        if len(row_logits):  # not of a pass for the KV alone
+            passes[row, k] = row_logits.clone()
 
 
 def _record_score(logits: torch.Tensor, forwards: Any, tokens: torch.Tensor) -> None:
