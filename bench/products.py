@@ -16,7 +16,6 @@ from rich.table import Table
 from bench.limit import Products
 from bench.pairs import ensure_pair
 from smc_sglang.platform.linear import Int8Matrix, PackedMatrix
-from smc_sglang.platform.machine import multiplies_bfloat16
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +42,7 @@ def main() -> None:
             for dtype in (torch.bfloat16, torch.float32)
             for name, matrix in (("plain", PlainMatrix), ("packed", PackedMatrix.of), ("eight bits", Int8Matrix.of))
             if model == "draft" or (dtype == torch.bfloat16 and name != "eight bits")
-            if name != "packed" or dtype == torch.float32 or multiplies_bfloat16()
+            if name != "packed" or dtype in PackedMatrix.dtypes()
         }
         for kind, times in _alternating(kinds, chosen.tokens, chosen.runs).items():
             table.add_row(model, kind, *(f"{1e3 * statistics.median(own):.1f}" for own in times))

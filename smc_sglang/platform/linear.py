@@ -28,7 +28,6 @@ from smc_sglang.platform.machine import multiplies_bfloat16
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = (torch.bfloat16, torch.float32)
 _TOKENS = 64  # the batch that oneDNN chooses its layout for; the same one serves any
 _as_int8: ContextVar[bool] = ContextVar("as_int8", default=False)
 _steady: dict[tuple[Any, ...], int] = {}  # least tokens by shape and dtype
@@ -65,6 +64,11 @@ class PackedMatrix:
     def of(cls, weight: torch.Tensor) -> PackedMatrix:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TOKENS)
         return cls(packed, _least_tokens(packed))
+
+    @staticmethod
+    def dtypes() -> tuple[torch.dtype, ...]:
+        """Of weights that oneDNN has a layout for on this CPU."""
+        return (torch.float32, torch.bfloat16) if multiplies_bfloat16() else (torch.float32,)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,6 +116,11 @@ class Int8Matrix:
         scales = (weight.abs().amax(1).float() / 127).clamp(min=torch.finfo(torch.float32).tiny).to(torch.bfloat16)
         steps = (weight.float() / scales.float().unsqueeze(1)).round_().clamp_(-127, 127)
         return cls(steps.to(torch.int8), scales, weight.dtype)
+
+    @staticmethod
+    def dtypes() -> tuple[torch.dtype, ...]:
+        """Of weights that can be rounded."""
+        return torch.float32, torch.bfloat16
 
     def times(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         product = torch._weight_int8pack_mm(x.to(torch.bfloat16), self.weight, self.scales).to(self.dtype)
@@ -169,24 +178,24 @@ def pack_model(model: torch.nn.Module) -> int:
         ValueError: there is none, within :func:`int8_weights`.
     """
     if _as_int8.get():
-        if not (n_packed := _pack(model, Int8Matrix, _DTYPES)):
+        if not (n_packed := _pack(model, Int8Matrix)):
             raise ValueError("the draft has no plain linear layers in bfloat16 or float32 that could be rounded")
         return n_packed
     if not torch.backends.mkldnn.is_available():
         logger.warning("this torch has no oneDNN: matrix products run several times slower")
         return 0
-    return _pack(model, PackedMatrix, _DTYPES if multiplies_bfloat16() else (torch.float32,))
+    return _pack(model, PackedMatrix)
 
 
-def _pack(model: torch.nn.Module, matrix: type[Matrix], dtypes: Collection[torch.dtype]) -> int:
+def _pack(model: torch.nn.Module, matrix: type[Matrix]) -> int:
     linears = [layer for layer in model.modules() if isinstance(layer, LinearBase)]
-    linears = [layer for layer in linears if _packable(layer, UnquantizedLinearMethod, dtypes)]
+    linears = [layer for layer in linears if _packable(layer, UnquantizedLinearMethod, matrix.dtypes())]
     for layer in linears:
         layer.packed = matrix.of(layer.weight)
         layer.weight = Parameter(layer.packed.weight, requires_grad=False)
         layer.quant_method = PackedLinear()
     head: Any = getattr(model, "lm_head", None)
-    if not _packable(head, UnquantizedEmbeddingMethod, dtypes):
+    if not _packable(head, UnquantizedEmbeddingMethod, matrix.dtypes()):
         return len(linears)
     head.packed = matrix.of(head.weight)
     head.quant_method = PackedHead()
@@ -196,7 +205,7 @@ def _pack(model: torch.nn.Module, matrix: type[Matrix], dtypes: Collection[torch
 
 
 def _packable(layer: Any, method: type, dtypes: Collection[torch.dtype]) -> bool:
-    """Whether `layer` multiplies in this plain way by a matrix that can be packed, of one of `dtypes`."""
+    """Whether `layer` multiplies in this plain way by a matrix that can be packed."""
     if type(getattr(layer, "quant_method", None)) is not method:
         return False
     weight = layer.weight

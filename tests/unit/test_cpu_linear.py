@@ -15,7 +15,6 @@ from smc_sglang.platform.linear import (
     int8_weights,
     pack_model,
 )
-from smc_sglang.platform.machine import multiplies_bfloat16
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -23,7 +22,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 def packed_matrix(matrix: type[Matrix], weight: torch.Tensor) -> Matrix:
     """`matrix.of(weight)`; skips the test on a CPU that packs no bfloat16."""
-    if matrix is PackedMatrix and weight.dtype == torch.bfloat16 and not multiplies_bfloat16():
+    if weight.dtype not in matrix.dtypes():
         pytest.skip("this CPU has no AVX-512: oneDNN packs float32 only")
     return matrix.of(weight)
 
