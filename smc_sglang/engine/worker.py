@@ -63,12 +63,16 @@ class PrefillResult(GenerationBatchResult):
     first_logprobs: list[list[float]] | None = None  # of the first tokens, where a client wants to know
 
 
+def _no_logits(input_ids: torch.Tensor, hidden_states: torch.Tensor, *_: Any, **__: Any) -> LogitsProcessorOutput:
+    return LogitsProcessorOutput(next_token_logits=hidden_states.new_empty(len(hidden_states), 0))
+
+
 class DraftWorker(TpModelWorker):
     """The draft model's SGLang worker. It shares the target's rows and slot indices."""
 
     @contextmanager
     def kv_only(self) -> Iterator[None]:
-        """Forwards leave out the output layer, a fifth of a small model: their logits are None.
+        """Forwards leave out the output layer, a fifth of a small model: their logits are of no token.
 
         Of no effect on a graph that was captured outside, or on a model that makes its logits in another way.
         """
@@ -76,7 +80,7 @@ class DraftWorker(TpModelWorker):
         if not isinstance(processor, LogitsProcessor):
             yield
             return
-        processor.forward = lambda *_, **__: LogitsProcessorOutput(next_token_logits=None)
+        processor.forward = _no_logits
         try:
             yield
         finally:
@@ -160,7 +164,8 @@ class SmcWorker(BaseSpecWorker):
         target = self.target_worker.forward_batch_generation(batch, is_verify=True)
         draft_batch = copy.copy(batch)
         draft_batch.return_logprob = False
-        self._draft_forward(draft_batch, kv_only=True)
+        with self._draft_worker.kv_only():
+            self._draft_forward(draft_batch)
         rows = _describe(batch, torch.zeros_like(batch.seq_lens), self._vocab_size)
         sizes = [_first_draws(req) for req in batch.reqs]
         logits = target.logits_output.next_token_logits[:, : self._vocab_size]
@@ -207,17 +212,17 @@ class SmcWorker(BaseSpecWorker):
             verdicts=verdicts,
         )
 
-    def _draft_forward(self, batch: ScheduleBatch, *, kv_only: bool = False) -> torch.Tensor:
-        """One forward of the draft model; logits [n_rows, vocab], of no token if it was only for the KV."""
+    def _draft_forward(self, batch: ScheduleBatch) -> torch.Tensor:
+        """One forward of the draft model; logits [n_rows, vocab]."""
         forward_batch = ForwardBatch.init_new(
             batch,
             self.draft_runner,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             return_hidden_states_before_norm=False,
         )
-        with self._draft_context(), self._draft_worker.kv_only() if kv_only else nullcontext():
+        with self._draft_context():
             logits = self.draft_runner.forward(forward_batch).logits_output.next_token_logits
-        return batch.input_ids.new_empty(len(batch.reqs), 0) if kv_only else logits[:, : self._vocab_size]
+        return logits[:, : self._vocab_size]
 
 
 class _BlockForwards:
@@ -227,7 +232,6 @@ class _BlockForwards:
         self._worker = worker
         self._batch = batch
         self._widths = widths  # [n_rows], each row's own block
-        self._longest = max(widths) - 1  # drafted tokens
         self._committed = batch.seq_lens  # [n_rows], tokens with KV: the pending one excluded
         self._committed_cpu = batch.seq_lens_cpu
         offsets = torch.arange(max(widths), device=self._committed.device)
@@ -242,7 +246,7 @@ class _BlockForwards:
         self.can_run_cuda_graph = False
 
     def draft(self, k: int, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """One draft pass over `rows` at block offset `k`; logits [len(rows), vocab], of no token in the last one."""
+        """One draft pass over `rows` at block offset `k`; logits [len(rows), vocab], of no token in the last pass."""
         view = self._view(rows)
         whole = len(rows) == len(self._batch.reqs)
         committed = self._committed if whole else self._committed[rows]
@@ -254,7 +258,9 @@ class _BlockForwards:
         view.seq_lens_cpu = committed_cpu + k + 1
         view.seq_lens_sum = None
         view.out_cache_loc = (self._slots if whole else self._slots[rows])[:, k].contiguous()
-        return self._worker._draft_forward(view, kv_only=k == self._longest)
+        is_last = k == self._slots.shape[1] - 1
+        with self._worker._draft_worker.kv_only() if is_last else nullcontext():
+            return self._worker._draft_forward(view)
 
     def score(self, tokens: torch.Tensor) -> torch.Tensor:
         """The target's logits after every block token, [n_rows, width, vocab]: one TARGET_VERIFY forward."""
